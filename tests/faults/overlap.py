@@ -157,6 +157,14 @@ EVENTS = [
         ("unit/test_events_kernels.py::test_many_choices_of_many_experts",),
     ),
     Fault(
+        "events-sums-as-they-are",
+        "overlap/events/device.py",
+        "sums that are to cross as fp8 cross as they are",
+        'return "fp8" if is_coded(codec) else "bf16"',
+        'return "bf16"',
+        ("ranks/test_events_nvlink.py::test_sums_in_fp8_have_the_bits_of_serial",),
+    ),
+    Fault(
         "events-places-of-all-that-sent",
         "kernels/events/arrivals.cuh",
         "rows stand behind those of a rank that came too late, which nobody writes",

@@ -12,7 +12,7 @@ import imbrex
 from tests.gpu.gpus import RANKS, worlds
 from tests.ranks.layer_jobs import Case
 from tests.ranks.pool import Pool
-from tests.ranks.test_events_nvlink import STEPS, run_late
+from tests.ranks.test_events_nvlink import STEPS, SUMS_FP8, run_late
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,6 +32,13 @@ def test_without_patience_the_bits_are_those_of_serial(
     for answer in nccl.run(world, run_late, case, "", 0, True, tmp_path):
         assert answer["differ"] == []
         assert answer["dropped"] == [0] * STEPS
+
+
+@pytest.mark.parametrize("world", worlds())
+def test_sums_in_fp8_have_the_bits_of_serial(nccl: Pool, tmp_path: Path, world: int) -> None:
+    case = replace(CASE, options=CASE.options | SUMS_FP8)
+    for answer in nccl.run(world, run_late, case, "", 0, True, tmp_path):
+        assert answer["differ"] == []
 
 
 @pytest.mark.parametrize("late", ["before", "experts"])

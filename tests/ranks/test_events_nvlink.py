@@ -26,6 +26,8 @@ from tests.ranks.test_events import LONGEST_S, one_step
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
 CONFIG = imbrex.MoEConfig(hidden_size=64, intermediate_size=24, num_experts=8, top_k=3)
 CASE = Case(config=CONFIG, tokens=(5, 9, 3, 8), dtype=torch.bfloat16)
+SUMS_FP8 = {"codec": {"combine": "fp8", "dispatch_backward": "fp8"}}
+WIDE = replace(CASE, config=replace(CONFIG, hidden_size=256), options=SUMS_FP8)
 LATE, TAU_S, STEPS = 3, 0.4, 2
 
 
@@ -100,6 +102,17 @@ def test_a_late_rank_is_done_without_and_its_mask_replays_to_the_bit(
         assert (sum(answer["counters"]["gave_up"]) > 0) == (sum(answer["dropped"]) > 0)
 
 
+@pytest.mark.parametrize("late", ["", "before", "experts"])
+def test_sums_in_fp8_have_the_bits_of_serial(pool: Pool, tmp_path: Path, late: str) -> None:
+    """Outputs and all gradients, nobody late, and of the masks that a late rank leaves. With tensor ranks
+    where nobody is late."""
+    case = replace(WIDE, tensor_parallel=1 if late else 2)
+    answers = pool.run(4, run_late, case, late, int(bool(late)), True, tmp_path)
+    for rank, answer in enumerate(answers):
+        assert answer["differ"] == [], rank
+        assert (sum(answer["dropped"]) > 0) == bool(late) or (late == "experts" and rank == LATE)
+
+
 def run_wrong(ranks: Ranks, what: str) -> str:
     """The error of a rank where rank 1's second input is wrong."""
     nvlink = EmulatedNvlink(ranks.group, timeout=20.0)
@@ -140,6 +153,7 @@ def run_refused(ranks: Ranks, schedule: Any, options: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_what_the_kernels_do_not_serve_is_every_ranks_sentence(pool: Pool) -> None:
-    for answer in pool.run(2, run_refused, Events(), {"codec": "fp8"}):
-        assert "events over nvlink move rows as they are; leave the codec out" in answer
+@pytest.mark.parametrize("codec", ["fp8", {"dispatch": "fp8"}, {"combine_backward": "fp8"}])
+def test_what_the_kernels_do_not_serve_is_every_ranks_sentence(pool: Pool, codec: Any) -> None:
+    for answer in pool.run(2, run_refused, Events(), {"codec": codec}):
+        assert "events over nvlink move tokens as they are, and sums also as fp8; give codec=" in answer

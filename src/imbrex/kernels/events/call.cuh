@@ -32,6 +32,7 @@ struct Events {
     u32* wanted;           // [tokens]; peers that a token is sent to, a bit each
     i64 words_at, heads_at, counts_at, parts_at, choices_at, gates_at, packets_at, replies_at, values_at;
     int step, tokens, room, choices, experts, most_slots, tensor, row_bytes;
+    int wire_bytes;  // from one sum of a reply to the next
     int stages;    // of the ring that rows go through
     int weighted;  // rows are multiplied by the gate weights here
     int note;      // of the call: the same on all ranks
@@ -75,6 +76,11 @@ __device__ __forceinline__ u8* row_at(const Call& call, const Events& e, i64 whe
                                       int token) {
     const i64 place = from < at ? from : from - 1;  // a rank keeps none for itself
     return at_peer(call, where, at) + (place * e.room + token) * e.row_bytes;
+}
+
+// A sum of a reply. Where `from` begins does not depend on how sums cross: one that is late may still store.
+__device__ __forceinline__ u8* reply_at(const Call& call, const Events& e, int at, int from, int token) {
+    return row_at(call, e, e.replies_at, at, from, 0) + static_cast<i64>(token) * e.wire_bytes;
 }
 
 __device__ __forceinline__ Call name_step(const Group& group, const Events& e) {

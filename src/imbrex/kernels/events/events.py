@@ -39,6 +39,8 @@ Words = struct("events/claims.cuh", "Words")
 Memory = struct("events/claims.cuh", "Memory")
 PatienceWords = struct("events/claims.cuh", "Patience")
 EVENTS = jit.Variant(source="events/events.cu", entry="run_events")
+EVENTS_FP8 = jit.Variant(source="events/events.cu", entry="run_events", defines=(("WIRE_FP8", 1),))
+"""The kernel for calls whose sums cross as fp8."""
 THREADS, BLOCKS, INDEXERS = 512, 64, 32
 WORDS = 1024
 """Bytes of a block's shared memory before all else."""
@@ -52,13 +54,13 @@ WHOLE = 100000
 
 
 def shipped_variants() -> list[jit.Variant]:
-    return [EVENTS]
+    return [EVENTS, EVENTS_FP8]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
     """The numbers that a heap is sized for: W ranks, most tokens of a rank, K choices, E experts, slots of
-    the fullest rank, ranks that share an expert, bytes of a row."""
+    the fullest rank, ranks that share an expert, bytes of a row. fp8: sums of some calls cross as fp8."""
 
     ranks: int
     tokens: int
@@ -67,6 +69,7 @@ class Room:
     most_slots: int
     tensor: int
     row_bytes: int
+    fp8: bool = False
 
     @property
     def rows(self) -> int:
@@ -134,7 +137,8 @@ class EventsCall:
     """A call under way. tables: the slot of every expert and the first slot of every owner, int32.
     outcome_4W: int32, whose replies count, whose packets came in time, which homes count what they were sent,
     and whose replies came. known_4W: of a backward, the outcome of its forward. wanted_T: int32, the peers
-    that a token is sent to, a bit each. replied: whether its replies had a launch of their own."""
+    that a token is sent to, a bit each. replied: whether its replies had a launch of their own. wire: how the
+    peers' sums cross, `bf16` or `fp8`."""
 
     x_TD: Tensor
     ids_TK: Tensor
@@ -148,6 +152,7 @@ class EventsCall:
     wanted_T: Tensor
     known_4W: Tensor | None = None
     replied: bool = False
+    wire: str = "bf16"
 
 
 class EventsKernels:
@@ -171,7 +176,6 @@ class EventsKernels:
         at, table = lay.CONTROL_BYTES, 4 * room.most_slots * room.ranks
         stages, moving = lay.mover_shared(room.row_bytes, room.choices, besides=table)
         self._shared = {SEND: WORDS + 4 * (room.slots + room.experts), EXPAND: moving + table}
-        self._shared |= dict.fromkeys(SUMMING, WORDS + lay.reduce_shared(room.row_bytes, "bf16"))
         self._fixed = {
             "room": room.tokens,
             "choices": room.choices,
@@ -186,7 +190,8 @@ class EventsKernels:
             self._fixed[name], at = at, at + -(-nbytes // 1024) * 1024
         self.heap = make_heap(at)
         self.device = self.heap.local.device
-        self._kernel = load(EVENTS, self.device)
+        variants = {"bf16": EVENTS} | ({"fp8": EVENTS_FP8} if room.fp8 else {})
+        self._kernels = {wire: load(variant, self.device) for wire, variant in variants.items()}
         self._status = Status(self.heap, timeout, KINDS, PHASES)
         self.sizes = Sizes(1, room.ranks, room.choices, room.most_slots)
         moving = self._status.group(ranks=room.ranks, blocks=blocks)
@@ -216,8 +221,10 @@ class EventsKernels:
         patience: Patience,
         *,
         layer: int = 0,
+        wire: str = "bf16",
     ) -> EventsCall:
-        """Packets to all peers. x_TD: bf16, at most as many tokens as there is room for."""
+        """Packets to all peers. x_TD: bf16, at most as many tokens as there is room for. wire: of the sums
+        that come back."""
         self.check()
         assert x_TD.shape[0] <= self.room.tokens
         assert x_TD.shape[1] * x_TD.element_size() == self.room.row_bytes
@@ -233,11 +240,14 @@ class EventsKernels:
             kept_TK=torch.empty(ids_TK.shape, dtype=torch.bool, device=self.device),
             outcome_4W=torch.zeros(4, self.room.ranks, dtype=torch.int32, device=self.device),
             wanted_T=torch.empty(x_TD.shape[0], dtype=torch.int32, device=self.device),
+            wire=wire,
         )
         self._run(SEND, call)
         return call
 
-    def send_back(self, forward: EventsCall, d_y_TD: Tensor, *, layer: int = 0) -> EventsCall:
+    def send_back(
+        self, forward: EventsCall, d_y_TD: Tensor, *, layer: int = 0, wire: str = "bf16"
+    ) -> EventsCall:
         """Gradients of outputs to the hosts that counted. Every rank goes back through the same calls in the
         same order, whoever counted there."""
         self.check()
@@ -250,6 +260,7 @@ class EventsKernels:
             note=~forward.note,
             known_4W=forward.outcome_4W,
             replied=False,
+            wire=wire,
         )
         self._run(SEND, call)
         return call
@@ -355,11 +366,14 @@ class EventsKernels:
             values_out=values_out,
             wanted=call.wanted_T,
             **self._fixed,
+            wire_bytes=lay.wire_bytes(self.room.row_bytes, call.wire),
             step=step,
             tokens=call.x_TD.shape[0],
             weighted=weighted,
             note=call.note,
         )
         shared = self._shared.get(step, WORDS)
+        if step in SUMMING:
+            shared += lay.reduce_shared(self.room.row_bytes, call.wire)
         group = self._groups[step]
-        self._kernel.launch(grid=group.blocks, block=THREADS, args=[group, args], smem=shared)
+        self._kernels[call.wire].launch(grid=group.blocks, block=THREADS, args=[group, args], smem=shared)

@@ -1,7 +1,8 @@
 // The last steps of a call: the sums of every peer's tokens to where that peer finds them, and, once it is
 // decided whose replies count, the sums of the own tokens, in the order of the ranks.
 //
-// Rows come through the rings of exchange/terms.cuh, a warp each, as in `serial`; so the bits are its.
+// Rows come through the rings of exchange/terms.cuh, a warp each, as in `serial`; so the bits are its. With
+// WIRE_FP8 the peers' sums are encoded where they are stored and decoded where they are added.
 #pragma once
 #include "events/call.cuh"
 #include "exchange/terms.cuh"
@@ -27,21 +28,30 @@ __device__ __forceinline__ int append_rows(const Events& e, sums::Terms& terms, 
                         place.weight);
 }
 
-// The sums of tokens that `list(terms)` lists, until it returns false. A warp.
-template <class List>
+// The sums of tokens that `list(terms)` lists, until it returns false. A warp. kCross: for a peer.
+template <bool kCross, class List>
 __device__ __forceinline__ void sum_listed(const Events& e, List list) {
     const int warp = static_cast<int>(threadIdx.x) / 32, units = e.row_bytes / 16;
     u8* rings = ptx::shared_memory() + kBehindWords;
     u8* lists = rings + kWarps * Summing::kSlots * Summing::kSlotBytes;
     sums::Terms* terms = reinterpret_cast<sums::Terms*>(lists) + Summing::kLists * warp;
     const u32 ring = ptx::smem_u32(rings) + warp * Summing::kSlots * Summing::kSlotBytes;
+    float* scales = reinterpret_cast<float*>(lists + Summing::kLists * kWarps * sizeof(sums::Terms)) +
+                    4 * warp * sums::wire_steps(units);
     const auto store = [&](u8* to, int column, const float (&sum)[Summing::kColumns][8]) {
+        if constexpr (kCross && WIRE_FP8 != 0) {
+            const int first = column - static_cast<int>(ptx::lane_id());
+            sums::encode_sums(to, scales, first, units, sum);
+            if (first + 32 * Summing::kColumns >= units) sums::store_scales(to, scales, 0, units, units);
+        } else {
 #pragma unroll
-        for (int q = 0; q < Summing::kColumns; ++q)
-            if (column + 32 * q < units)
-                reinterpret_cast<uint4*>(to)[column + 32 * q] = sums::pack_eight(sum[q]);
+            for (int q = 0; q < Summing::kColumns; ++q)
+                if (column + 32 * q < units)
+                    reinterpret_cast<uint4*>(to)[column + 32 * q] = sums::pack_eight(sum[q]);
+        }
     };
-    sums::sum_tokens<Summing, false>(terms, ring, {0, units, units}, list, store, [](u32) {});
+    constexpr bool kMixed = !kCross && WIRE_FP8 != 0;
+    sums::sum_tokens<Summing, kMixed>(terms, ring, {0, units, units}, list, store, [](u32) {});
 }
 
 // The number of a row here; 0 without.
@@ -76,10 +86,10 @@ __device__ inline void send_sums(const Call& call, const Events& e, u32 here) {
     };
     go_on();
     Place next = ask_place(e, w, t, i < ranks);
-    sum_listed(e, [&](sums::Terms& terms) {
+    sum_listed<true>(e, [&](sums::Terms& terms) {
         while (i < ranks) {
             const Place place = next;
-            u8* to = row_at(call, e, e.replies_at, w, call.me, t);
+            u8* to = reply_at(call, e, w, call.me, t);
             go_on();
             next = ask_place(e, w, t, i < ranks);
             const int count = append_rows(e, terms, 0, place);
@@ -170,15 +180,15 @@ __device__ inline void sum_own(const Call& call, const Events& e, u32 counted) {
     int t = call.block * kWarps + warp;
     Place next = ask_place(e, call.me, t, mine && t < e.tokens);
     u32 wanted = t < e.tokens ? e.wanted[t] : 0;
-    sum_listed(e, [&](sums::Terms& terms) {
+    sum_listed<false>(e, [&](sums::Terms& terms) {
         while (t < e.tokens) {
             const bool sent = (wanted & counted) >> lane & 1;
-            const u8* reply = sent ? row_at(call, e, e.replies_at, call.me, lane, t) : nullptr;
+            const u8* reply = sent ? reply_at(call, e, call.me, lane, t) : nullptr;
             const u8* addend = e.addend + static_cast<i64>(t) * e.row_bytes;
             u8* to = e.out + static_cast<i64>(t) * e.row_bytes;
-            int count = sums::append(terms, 0, sent && lane < call.me, reply, 1.0f);
+            int count = sums::append(terms, 0, sent && lane < call.me, reply, 1.0f, WIRE_FP8);
             count = append_rows(e, terms, count, next);
-            count = sums::append(terms, count, sent && lane > call.me, reply, 1.0f);
+            count = sums::append(terms, count, sent && lane > call.me, reply, 1.0f, WIRE_FP8);
             count = sums::append(terms, count, e.addend && lane == 0, addend, 1.0f);
             t += stride;
             next = ask_place(e, call.me, t, mine && t < e.tokens);

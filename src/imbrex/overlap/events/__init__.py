@@ -166,10 +166,12 @@ def why_not_events(exchange: RowExchange, epsilon: int) -> str | None:
     transport, geometry = exchange.transport, exchange.geometry
     if transport.device.type != "cpu" and transport.name != "nvlink":
         return f"events move rows of GPUs over nvlink alone, not over {transport.name}; use schedule='serial'"
-    codecs = exchange.wire.dispatch, exchange.wire.combine
-    codecs += exchange.wire.dispatch_backward, exchange.wire.combine_backward
-    if transport.name == "nvlink" and any(codec.name != "identity" for codec in codecs):
-        return "events over nvlink move rows as they are; leave the codec out, or use schedule='serial'"
+    out = exchange.wire.dispatch, exchange.wire.combine_backward
+    if transport.name == "nvlink" and any(codec.name != "identity" for codec in out):
+        return (
+            "events over nvlink move tokens as they are, and sums also as fp8; give codec={'combine': 'fp8', "
+            "'dispatch_backward': 'fp8'} or none, or use schedule='serial'"
+        )
     if transport.replicated:
         return f"transport {transport.name!r} moves no rows that events could wait for; use 'alltoall'"
     if transport.name != "nvlink" and cast("Transport", transport).ranks_per_node is not None:

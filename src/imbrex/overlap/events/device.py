@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from imbrex.contracts import Experts, Geometry, Placement, Routing, RowExchange
+from imbrex.contracts import Codec, Experts, Geometry, Placement, Routing, RowExchange
 from imbrex.exchange import plan
 from imbrex.exchange.agreement import explain, find_problem
-from imbrex.exchange.nvlink_fit import DTYPE
+from imbrex.exchange.nvlink_fit import DTYPE, is_coded
 from imbrex.kernels.events.events import EventsKernels, Patience, Room
 from imbrex.kernels.ffn.glue import Groups
 from imbrex.kernels.routing.routed import Routed
@@ -34,6 +34,11 @@ from imbrex.transport.nvlink import TOKENS_MULTIPLE, Nvlink
 
 if TYPE_CHECKING:
     from imbrex.overlap.events import Events
+
+
+def wire_of(codec: Codec) -> str:
+    """How sums cross by this codec."""
+    return "fp8" if is_coded(codec) else "bf16"
 
 
 class DeviceSeat:
@@ -55,6 +60,7 @@ class DeviceSeat:
             most_slots=max(1, *(b - a for a, b in pairwise(placement.rank_offsets))),
             tensor=geometry.tensor_parallel,
             row_bytes=geometry.hidden_size * DTYPE.itemsize,
+            fp8="fp8" in map(wire_of, (exchange.wire.combine, exchange.wire.dispatch_backward)),
         )
         quantile = learnt(events.tau) if isinstance(events.tau, str) else None
         self.patience = Patience(
@@ -137,7 +143,8 @@ class DeviceForward(Call):
         tables = seat.tables(exchange.geometry.placement)
         with exchange.observer.span("dispatch", layer=exchange.layer):
             inputs = self.x_TD, self.ids_TK, self.weights_TK
-            self.call = seat.kernels.send(*inputs, tables, seat.patience, layer=exchange.layer)
+            how = {"layer": exchange.layer, "wire": wire_of(exchange.wire.combine)}
+            self.call = seat.kernels.send(*inputs, tables, seat.patience, **how)
 
     @torch.no_grad()
     def run(self) -> None:
@@ -223,7 +230,8 @@ class DeviceBackward:
         kernels, exchange = forward.seat.kernels, forward.exchange
         observer, layer = exchange.observer, exchange.layer
         with observer.span("combine_backward", layer=layer):
-            back = kernels.send_back(forward.call, self.d_y_TD, layer=layer)
+            wire = wire_of(exchange.wire.dispatch_backward)
+            back = kernels.send_back(forward.call, self.d_y_TD, layer=layer, wire=wire)
             if forward.shared and forward.call.patience.epsilon:
                 kernels.settle(back)
                 forward.tell_host()
