@@ -335,6 +335,14 @@ SIMULATE = [
         ("unit/test_simulate_plans.py::test_what_does_not_fit_is_refused_by_its_bytes",),
     ),
     Fault(
+        "room-for-the-rows-that-come",
+        "simulate/plans.py",
+        "kernels over NVLink are thought to have memory for the rows that come, not for all that could",
+        "    return coming if asks else limit\n",
+        "    return coming\n",
+        ("unit/test_simulate_plans.py::test_over_nvlink_there_is_room_for_all_rows_that_could_come",),
+    ),
+    Fault(
         "memory-of-the-mean-rank",
         "simulate/plans.py",
         "a layout is offered whose fullest rank's rows do not fit",

@@ -17,7 +17,7 @@ from imbrex.simulate import device, loads, scale, traffic
 from imbrex.simulate.device import Shape, Share
 from imbrex.simulate.fabric import Fabric, Tier, islands, parse
 from imbrex.simulate.loads import Spread, Stragglers
-from imbrex.simulate.plans import Request, World, choose, divisions, memory_of, rivals, weigh
+from imbrex.simulate.plans import Request, World, choose, divisions, memory_of, most_rows, rivals, weigh
 from imbrex.simulate.profile import STATUSES, Entry, Profile, shipped_profiles
 from imbrex.simulate.run import Case, Layout, predict
 from imbrex.simulate.story import lines
@@ -279,6 +279,27 @@ def test_memory_is_the_fullest_rank_s() -> None:
     rows = 4096 * 8 * (7168 + 3 * 2048) * 2 * 58
     assert uneven.memory - even.memory == pytest.approx((uneven.imbalance - even.imbalance) * rows)
     assert "GB a rank, which has 141" in str(uneven.why_not)
+
+
+def test_over_nvlink_there_is_room_for_all_rows_that_could_come() -> None:
+    """8 ranks of 16 experts, 4096 tokens with 8 choices: all of them could want one rank. A training's host
+    asks how many do, in one chunk and by kernels that are not fused, where that spares 200 MiB."""
+    request = Request(shape=QWEN, ranks=8, tokens=4096, mode="train", layers=48)
+    layout = Layout(ep=8, transport="nvlink")
+    coming, most = 4096 * 8, 8 * 4096 * 8
+    forward = replace(request, mode="forward")
+    few = replace(request, tokens=256)
+    assert most_rows(request, layout, 1.5) == 1.5 * coming
+    assert most_rows(forward, layout, 1.5) == most
+    assert most_rows(few, layout) == most / 16  # 29 MB
+    for schedule in ("fused", "optsche-1", "optsche-2"):
+        assert most_rows(request, replace(layout, schedule=schedule)) == most
+    assert most_rows(request, replace(layout, transport="alltoall", schedule="optsche-2")) == coming
+    narrow = replace(QWEN, experts=32)
+    assert most_rows(replace(forward, shape=narrow), layout) == most / 2
+    assert most_rows(replace(forward, shape=narrow), replace(layout, replicas=8)) == most * 5 / 8
+    more = memory_of(forward, layout) - memory_of(forward, replace(layout, transport="alltoall"))
+    assert more > (most - coming) * 2048 * 2
 
 
 def test_more_choices_than_can_be_drawn_have_no_noise() -> None:

@@ -35,6 +35,8 @@ TIERED_NODES = 2
 """Nodes, of a GPU each, on which two tiers in one stream were measured (`benchmarks/results/tiers.json`)."""
 NVLINK_CODECS = ("identity", "fp8")
 MODES = ("train", "forward", "decode")
+SPARED = 200 << 20
+"""Bytes of rows for which a host asks how many there are, where a backward keeps them (`exchange/nvlink`)."""
 CLOSE = 1.02
 """Plans within this of the best are as good: the simpler one is taken."""
 MOST_DRAWN = 256
@@ -242,12 +244,25 @@ def memory_of_experts(request: Request, layout: Layout) -> float:
 def memory_of_rows(request: Request, layout: Layout, fullest: float = 1.0) -> float:
     """Bytes of the fullest rank's rows, those that a backward needs included, and of the exchange's
     buffers."""
-    shape = request.shape
-    rows = request.tokens * shape.top_k * layout.tp * fullest
+    shape, rows = request.shape, most_rows(request, layout, fullest)
     values = rows * (shape.width + 3 * shape.inner // layout.tp) * shape.value_bytes
     saved = values * (request.layers if request.mode == "train" else 1)
     room = 2 * layout.group + 1 if layout.transport == "nvlink" else 4 * min(shape.top_k, layout.group)
     return saved + room * request.tokens * shape.width * shape.value_bytes
+
+
+def most_rows(request: Request, layout: Layout, fullest: float = 1.0) -> float:
+    """Rows that the fullest rank has memory for: as many as come, or over NVLink as many as could, wherever
+    its host does not ask (`imbrex.transport.Nvlink(exact_rows=None)`)."""
+    shape, group = request.shape, layout.group
+    coming = request.tokens * shape.top_k * layout.tp * fullest
+    if layout.transport != "nvlink" or group == 1:
+        return coming
+    slots = math.ceil((shape.experts + layout.replicas) / layout.ep)
+    limit = group * request.tokens * min(shape.top_k, slots)
+    spared = limit * (group - 1) // group * shape.width * shape.value_bytes
+    asks = request.mode == "train" and layout.schedule == "serial" and spared >= SPARED
+    return coming if asks else limit
 
 
 def beyond(world: World, layout: Layout) -> tuple[str, ...]:
@@ -377,6 +392,7 @@ __all__ = [
     "memory_of",
     "memory_of_experts",
     "memory_of_rows",
+    "most_rows",
     "rivals",
     "unasked_plans",
     "weigh",
