@@ -128,7 +128,8 @@ def _placement(
     try:
         return from_slots(ranks, num_experts)
     except ValueError as error:
-        raise ValueError(f"layer {layer}: {error}") from None
+        shared = f"its {len(slots)} slots on {num_ranks} ranks, which may be another number than it is for"
+        raise ValueError(f"layer {layer}: {error}; {shared}") from None
 
 
 def _sizes(plan: BalancePlan) -> list[int] | None:

@@ -152,7 +152,7 @@ def rest() -> None:
 
 
 def _wakings() -> dict[str, str]:
-    """Of each thread of gloo's that works for a group, whether it sleeps and how often it has gone to sleep.
+    """Threads of gloo that work for a group: whether each sleeps, and how often it has gone to sleep.
     Empty where the system is not Linux, which says so."""
     wakings: dict[str, str] = {}
     for task in Path("/proc/self/task").glob("*"):
