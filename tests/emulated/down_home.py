@@ -58,7 +58,7 @@ def begin(case: Case, inner: int, *, applied: bool = True, addend: bool = False,
     )
 
 
-def _products(forward: Forward) -> tuple[Tensor, list[LeftProduct]]:
+def products_of(forward: Forward) -> tuple[Tensor, list[LeftProduct]]:
     """Rows that nobody has written, and what writes them."""
     shape = forward.exchange.shape
     device = forward.acts[0].device
@@ -75,18 +75,18 @@ def _products(forward: Forward) -> tuple[Tensor, list[LeftProduct]]:
     return rows, products
 
 
-def _out(forward: Forward) -> Tensor:
+def empty_out(forward: Forward) -> Tensor:
     size = forward.case.ranks, max(forward.case.tokens), forward.case.width
     return torch.full(size, float("nan"), dtype=torch.bfloat16, device=forward.acts[0].device)
 
 
 def apart(forward: Forward, sms: int = 2, pieces: tuple[int, int, int] | None = None) -> Tensor:
     """The products, then the sums."""
-    rows, products = _products(forward)
+    rows, products = products_of(forward)
     for product in products:
         if len(product.down_eDF):
             product()
-    out, weighted = _out(forward), forward.row_weights is None
+    out, weighted = empty_out(forward), forward.row_weights is None
     more = {"addend": forward.addend, "num_sms": sms, "out": out, "pieces": pieces}
     forward.exchange.combine(rows, forward.routed, weighted=weighted, **more)
     forward.exchange.check(synchronize=True)
@@ -95,8 +95,8 @@ def apart(forward: Forward, sms: int = 2, pieces: tuple[int, int, int] | None = 
 
 def together(forward: Forward, **options: Any) -> Tensor:
     """The same in one launch."""
-    rows, products = _products(forward)
-    out, weighted = _out(forward), forward.row_weights is None
+    rows, products = products_of(forward)
+    out, weighted = empty_out(forward), forward.row_weights is None
     more = {"weighted": weighted, "addend": forward.addend, "how": How(**options)}
     down_and_sums(forward.exchange, rows, forward.routed, products, out, **more)
     forward.exchange.check(synchronize=True)

@@ -13,6 +13,7 @@ from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
 from imbrex.kernels.ffn.glue import COUNTERS, Groups
 from imbrex.kernels.fused.rows_out import rows_out
 from imbrex.kernels.gemm.gemm import ALONE, Beside, Epilogue, Extras, Layout, Slopes, Tiling, launch_gemm
+from tests.emulated.others_first import own_rows
 from tests.emulated.scenario import Case, Inputs, make_inputs
 
 Results = list[tuple[Tensor, Tensor, Tensor]]
@@ -155,8 +156,12 @@ def beside(forward: Forward, sms: int = 2, blocks: int | None = None, movers: in
         staged = exchange.stage_again(inputs.x_WTD, routed, sms, out=out, quantise=forward.fp8)
     results, staged = [], replace(staged, movers=movers)
     for rank in range(case.ranks):
-        results.append(_multiply(forward, rank, out[rank], routed, rows_out(staged, rank), blocks))
+        slots = len(forward.weights[rank])
+        own_e2 = torch.full((slots, 2), -1, dtype=torch.int32, device=out.device)
+        mine = staged if forward.gradient is not None else replace(staged, own_e2=own_e2)
+        results.append(_multiply(forward, rank, out[rank], routed, rows_out(mine, rank), blocks))
         exchange.check(synchronize=True)
+        assert mine is staged or torch.equal(own_e2, own_rows(routed, rank, slots))
         count = int(routed.totals_L4[rank, 0])
         there = staged.there_LC[rank].tolist()
         assert there == [min(max(count - 128 * i, 0), 128) for i in range(len(there))]

@@ -23,6 +23,7 @@ FAMILIES: tuple[str, ...] = (
     "imbrex.kernels.events.events",
     "imbrex.kernels.fused.down_home",
     "imbrex.kernels.fused.home",
+    "imbrex.kernels.fused.others_first",
     "imbrex.kernels.fused.rows_out",
     "imbrex.kernels.rows.expand",
     "imbrex.kernels.gate.choose",

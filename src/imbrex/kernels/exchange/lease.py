@@ -29,6 +29,8 @@ class Staged:
     pitch: bytes from one staged row to the next, where these are of the fp8 codec; else 0.
     movers: the first blocks, whose idle warps bring rows; `None`: all.
     plan: of the rows' groups (`kernels.ffn.glue.Groups`), of one rank, where somebody has made it.
+    own_e2: int32, of one rank, where who brings rows shall write the first own row of every expert, and the
+        one behind the last.
     """
 
     x: Tensor
@@ -43,6 +45,7 @@ class Staged:
     pitch: int = 0
     movers: int | None = None
     plan: Tensor | None = None
+    own_e2: Tensor | None = None
 
 
 def staged_rows(

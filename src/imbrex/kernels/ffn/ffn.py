@@ -176,7 +176,10 @@ def run_experts(
         more: Extras = {"gate_up": gate_up_RG, "index_R": index_R, "beside": beside or ALONE}
         queue_product(Layout.FORWARD, rows_RD, gate_up_eGD, groups, act_RF, up, **more)
     last = LeftProduct(act_RF=act_RF, down_eDF=down_eDF, groups=groups, out_RD=y_RD, weights_R=weights_R)
-    last() if beside is None or beside.leave is None else beside.leave(last)
+    if beside is None or beside.leave is None:
+        last()
+    else:
+        beside.leave(replace(last, own_e2=beside.own_e2))
     return y_RD
 
 
@@ -203,13 +206,15 @@ def run_products(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeftProduct:
     """The experts' last product, which writes `out_RD` when it is called, or which another kernel computes:
-    rows of act_RF times down_eDF [e, D, F] in `groups`, times `weights_R` where given."""
+    rows of act_RF times down_eDF [e, D, F] in `groups`, times `weights_R` where given. own_e2: int32, the
+    first own row of every expert, and the one behind the last, where somebody has found them."""
 
     act_RF: Tensor
     down_eDF: Tensor
     groups: Groups
     out_RD: Tensor
     weights_R: Tensor | None
+    own_e2: Tensor | None = None
 
     @property
     def epilogue(self) -> Epilogue:

@@ -54,6 +54,10 @@ struct Blocks {
     __device__ __forceinline__ int first(u32*, bool) const {
         return block / C::kCluster - static_cast<int>(all());
     }
+    template <class Walk>
+    __device__ __forceinline__ int next(u32* counter, const Walk&) const {
+        return atomicAdd(counter, 1);
+    }
     __device__ __forceinline__ u32 reserved() const { return all(); }
     __device__ __forceinline__ u32 all() const { return blocks / C::kCluster; }
 };

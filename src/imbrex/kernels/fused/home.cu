@@ -81,6 +81,10 @@ struct Late {
     __device__ __forceinline__ int first(u32* counter, bool) const {
         return block < summing ? static_cast<int>(atomicAdd(counter, 1u)) : block - blocks;
     }
+    template <class Walk>
+    __device__ __forceinline__ int next(u32* counter, const Walk&) const {
+        return atomicAdd(counter, 1);
+    }
     __device__ __forceinline__ u32 reserved() const { return blocks - summing; }
     __device__ __forceinline__ u32 all() const { return blocks; }
 };

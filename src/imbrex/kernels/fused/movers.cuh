@@ -55,6 +55,7 @@ struct Rows {
     int row_bytes;
     int pitch;   // bytes from one row of a peer to the next, where they are staged in fp8
     int blocks;  // the first ones, whose idle warps move: all but where a fixed split is asked for
+    int* own;    // [experts, 2] to be filled (fused/own_rows.cuh), or null
 };
 
 // The call that staged the tokens, a launch before, as one of this rank's launch. Made of what is constant,

@@ -4,7 +4,7 @@
 //
 // Why idle warps, and what else was tried: docs/fused-kernels.md.
 #define BESIDE 72
-#include "fused/movers.cuh"
+#include "fused/own_rows.cuh"
 #include "gemm/cut.cuh"
 #include "gemm/run.cuh"
 
@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
     run<C>({&map_a, &map_b, ends, segments, count, rows, columns, k, weights, counter, status, scales, slopes,
             index},
            shared, fused::Come<C::kBlockM>{group, moved, status}, StoreTiles{&map_d, &map_h},
-           EveryBlock<C::kCluster>{}, fused::Bring{group, moved});
+           EveryBlock<C::kCluster>{}, fused::BringAndFind{{group, moved}, ends, count});
 }
 
 }  // namespace gemm

@@ -75,8 +75,10 @@ def rows_out(staged: Staged, local: int = 0) -> Beside:
             rows.choices,
             rows.pitch,
             rows.blocks,
+            rows.own,
         ),
         plan=staged.plan,
+        own_e2=staged.own_e2,
     )
 
 
@@ -97,4 +99,5 @@ def _rows_of(staged: Staged, local: int) -> Struct:
         row_bytes=staged.rows.shape[-1] * staged.rows.element_size(),
         pitch=staged.pitch,
         blocks=ALL if staged.movers is None else staged.movers,
+        own=staged.own_e2,
     )

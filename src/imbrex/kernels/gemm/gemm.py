@@ -150,6 +150,8 @@ class Beside(NamedTuple):
     """Takes the product that follows (`imbrex.kernels.ffn.ffn.LeftProduct`), and computes it."""
     plan: torch.Tensor | None = None
     """The plan of the rows' groups (`imbrex.kernels.ffn.glue.Groups`), where who brings them has made it."""
+    own_e2: torch.Tensor | None = None
+    """Where the kernel writes the first own row of every expert, and the one behind the last."""
 
 
 GATHER_WARPS = 4

@@ -112,6 +112,11 @@ struct EveryBlock {
     __device__ __forceinline__ int first(u32*, bool) const {
         return static_cast<int>(blockIdx.x / kCluster) - static_cast<int>(all());
     }
+    // (counter, the walk, which stands at the tile before): the number of a single block's next tile.
+    template <class Walk>
+    __device__ __forceinline__ int next(u32* counter, const Walk&) const {
+        return atomicAdd(counter, 1);
+    }
     // How many are not drawn.
     __device__ __forceinline__ u32 reserved() const { return all(); }
     // How many take tiles; the last one that is done ends the launch's count.

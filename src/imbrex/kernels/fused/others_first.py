@@ -1,0 +1,126 @@
+"""Down with others' rows first, and the sums home: one launch in place of the last product and a combine.
+
+Bits and protocol are those of `launch_gemm` and of `NvlinkExchange.combine`: a rank that cannot take this way
+takes those two, and its peers need not know. `fused/others_first.cu` says who sums when.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from imbrex.kernels.exchange.exchange import NvlinkExchange
+from imbrex.kernels.ffn.ffn import LeftProduct
+from imbrex.kernels.gemm.gemm import (
+    Epilogue,
+    Layout,
+    Tiling,
+    check_products,
+    gemm_variant,
+    products_status,
+    ragged_map,
+    stacked_map,
+)
+from imbrex.kernels.gemm.tiling import SHARED
+from imbrex.kernels.jit import ByValue, Variant
+from imbrex.kernels.routing.routed import Routed
+from imbrex.kernels.structs import struct
+
+SOURCE, ENTRY = "fused/others_first.cu", "others_first"
+OTHERS_FIRST = struct(SOURCE, "OthersFirst")
+MOST_LOCAL = OTHERS_FIRST.ends.size // 8
+EPILOGUES = (Epilogue.PLAIN, Epilogue.WEIGHTED)
+MOST_DEPTH = 2048
+"""Width F of experts up to which their weights, which are read twice, take less time than sums."""
+
+
+def first_variant(epilogue: Epilogue, local_ranks: int = 1) -> Variant:
+    """The kernel for so many ranks a launch."""
+    variant = gemm_variant(Layout.FORWARD, epilogue, SHARED)
+    defines = (*variant.defines, ("LOCAL_RANKS", local_ranks))
+    return replace(variant, source=SOURCE, entry=ENTRY, defines=defines)
+
+
+def shipped_variants() -> list[Variant]:
+    return [first_variant(epilogue) for epilogue in EPILOGUES]
+
+
+def why_not_first(product: Any) -> str | None:
+    """Why a product that experts have left is not computed with others' rows first, or `None`."""
+    if not isinstance(product, LeftProduct) or product.is_empty:
+        return "the experts have not left a product of imbrex's own kernels"
+    if product.own_e2 is None:
+        return "nobody has looked for the own rows of every expert"
+    inner = product.act_RF.shape[1]
+    if inner > MOST_DEPTH:
+        return f"weights of experts of width {inner}, over {MOST_DEPTH}, take longer to read twice than sums"
+    if product.tiling() != SHARED:
+        return "the product is cut into other tiles"
+    return None
+
+
+def others_first(
+    exchange: NvlinkExchange,
+    rows: Tensor,
+    routed: Routed,
+    products: Sequence[LeftProduct],
+    out: Tensor,
+    *,
+    first: int,
+    blocks: int | None = None,
+    **sums: Any,
+) -> None:
+    """Queue every local rank's product, which makes its `rows`, and `exchange.combine(rows, routed, out=out,
+    **sums)`.
+
+    rows [L, row_capacity, D] bf16; out [T, D] ([L, max_tokens, D] with virtual ranks), contiguous. A `Groups`
+    is used once.
+    first: blocks of each rank that sum others' tokens while the others multiply, all but one at most. blocks:
+    of each rank; `None`: as many as fit. Neither changes a bit.
+    """
+    assert len(products) == exchange.local_ranks <= MOST_LOCAL
+    variant = first_variant(products[0].epilogue, exchange.local_ranks)
+    blocks = blocks or exchange.most_blocks(variant, (1, SHARED.threads, SHARED.smem))
+    maps = b"".join(_maps(product, SHARED) for product in products)
+    exchange.combine_beside(
+        variant,
+        (blocks, SHARED.threads, SHARED.smem, 1),
+        [_args(products, rows, min(first, blocks - 1)), ByValue(maps)],
+        rows,
+        routed,
+        out=out,
+        **sums,
+    )
+    check_products(rows.get_device())
+
+
+def _args(products: Sequence[LeftProduct], rows: Tensor, first_blocks: int) -> ctypes.Structure:
+    """`fused::OthersFirst`: the products of all local ranks."""
+    first = products[0]
+    return OTHERS_FIRST(
+        ends=_addresses([product.groups.ends_e for product in products]),
+        own=_addresses([product.own_e2 for product in products]),
+        counter=_addresses([product.groups.counter for product in products]),
+        written=_addresses([product.groups.written for product in products]),
+        weights=_addresses([product.weights_R for product in products]),
+        status=products_status(rows.get_device()),
+        experts=first.groups.ends_e.numel(),
+        columns=rows.shape[-1],
+        k=first.act_RF.shape[1],
+        first_blocks=first_blocks,
+    )
+
+
+def _maps(product: LeftProduct, tiling: Tiling) -> bytes:
+    """`fused::Maps` of a rank."""
+    a = ragged_map(product.act_RF, 64, tiling.box_m)
+    b = stacked_map(product.down_eDF, 64, tiling.block_n)
+    return b"".join(bytes(part.raw) for part in (a, a, b, b, ragged_map(product.out_RD, 64, 64)))
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> Any:
+    return (ctypes.c_void_p * MOST_LOCAL)(*(None if t is None else t.data_ptr() for t in tensors))
