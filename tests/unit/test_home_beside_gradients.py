@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import faulthandler
-import os
-import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -236,23 +233,7 @@ def test_the_build_of_faults_has_none_by_itself(
 def test_faults_show(monkeypatch: pytest.MonkeyPatch, edits: Edits, name: str) -> None:
     number = 1 + [*FAULTS].index(name)
     first = 0 if number in (1, 3, 4, 5) else 1
-    assert _shows_or_ends(lambda: _shows(monkeypatch, edits, number, first))
-
-
-def _shows_or_ends(shows: Callable[[], bool]) -> bool:
-    """What it says in a process of its own, or that this was ended: with a fault kernels read anywhere."""
-    child = os.fork()
-    if child == 0:
-        code = 2
-        try:
-            faulthandler.disable()
-            code = int(shows())
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    assert code in (0, 1, -signal.SIGSEGV, -signal.SIGBUS)
-    return code != 0
+    assert kernel.shows_or_ends(lambda: _shows(monkeypatch, edits, number, first))
 
 
 def _shows(monkeypatch: pytest.MonkeyPatch, edits: Edits, fault: int | None, first: int) -> bool:
