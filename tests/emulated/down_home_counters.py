@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.emulated.counters import Asm, Source, Thread, Words, load, store, wait_stores
@@ -43,7 +43,7 @@ def down_home(
                 if mark == "tell_started" and mark in marks:
                     machine.tell_started(asm)
                 elif mark == "consume" and mark in marks:
-                    _publish(machine, asm, tiles)
+                    publish(machine, asm, tiles)
                 elif mark in marks and (mark == "few" or behind):
                     Summers(machine, asm, tiles).run()
                     machine.spoil(asm)
@@ -53,16 +53,24 @@ def down_home(
     return machine
 
 
+HALVES = "gemm/halves.cuh", "void consume_halves(const"
 STORED = {
     "bulk_wait": r"bulk_wait<([\w:]+)>\(",
     "tell": r"\btell\(\)",
-    "part": r"\bpart = ",
+    "part": r"\b(?:part|list) = ",
     "ended": r"sink\.ended",
 }
 
 
-def _publish(machine: Kernel, asm: Asm, tiles: Sequence[int]) -> None:
-    """`consume` with the sink `Publish`: tiles, and the counters of their parts."""
+def publish(
+    machine: Kernel,
+    asm: Asm,
+    tiles: Sequence[int],
+    file: str = DOWN,
+    stops: Callable[[], None] | None = None,
+) -> None:
+    """`consume` with the sink `Publish` of a file: tiles, and the counters of their parts. stops: makes what
+    stands behind a tile where a block may draw no other one."""
     source, rank = machine.source, asm.rank
     at = machine.word(rank, "tile")
 
@@ -77,20 +85,23 @@ def _publish(machine: Kernel, asm: Asm, tiles: Sequence[int]) -> None:
     asm.add("draw a tile", draw, local=True)
     asm.go("no tiles", lambda w, t: t.number >= len(tiles))
     asm.add("store a tile", put, silent=True)
-    for mark, said in source.order(DOWN, "void sent(const Slot& tile", STORED):
-        _publish_step(machine, asm, mark, said, tiles)
+    for mark, said in source.order(file, "void sent(const Slot& tile", STORED):
+        _publish_step(machine, asm, mark, said, tiles, file)
+    if stops is not None:
+        stops()
     asm.go("tiles")
     asm.label("no tiles")
-    end = source.body("gemm/run.cuh", "void consume(const").rpartition("sink.sent(")[2]
+    consume = ("gemm/run.cuh", "void consume(const") if file == DOWN else HALVES
+    end = source.body(*consume).rpartition("sink.sent(")[2]
     for mark in ("bulk_wait", "ended") if end.find("bulk_wait<0>") < end.find("sink.ended") else ("ended",):
         if mark == "bulk_wait":
-            _publish_step(machine, asm, mark, "0", tiles)
+            _publish_step(machine, asm, mark, "0", tiles, file)
             continue
-        for inner, said in source.order(DOWN, "void ended(int thread) const", STORED):
-            _publish_step(machine, asm, inner, said, tiles)
+        for inner, said in source.order(file, "void ended(int thread) const", STORED):
+            _publish_step(machine, asm, inner, said, tiles, file)
 
 
-def _publish_step(machine: Kernel, asm: Asm, mark: str, said: str, tiles: Sequence[int]) -> None:
+def _publish_step(machine: Kernel, asm: Asm, mark: str, said: str, tiles: Sequence[int], file: str) -> None:
     if mark == "bulk_wait":
         asm.add(mark, lambda w, t: wait_stores(t, 0 if said == "0" else 1), silent=True)
     elif mark == "part":
@@ -103,7 +114,7 @@ def _publish_step(machine: Kernel, asm: Asm, mark: str, said: str, tiles: Sequen
         def add(w: Words, t: Thread) -> None:
             w[machine.word(asm.rank, "written", t.aside)] += 1
 
-        for inner, _ in machine.source.order(DOWN, "void tell() const", marks):
+        for inner, _ in machine.source.order(file, "void tell() const", marks):
             if inner == "fence":
                 asm.fence(machine.places)
             elif inner == "add":

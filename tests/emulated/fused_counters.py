@@ -1,4 +1,4 @@
-"""What the three fused kernels share, as threads of `counters.Machine`: tickets, flags, credit, ends.
+"""What the four fused kernels share, as threads of `counters.Machine`: tickets, flags, credit, ends.
 
 The order of a thread's operations is that of the kernel's text (`Source.order`), and what a ticket stands
 for, which counters a tile looks at and when one is full is the kernel's own arithmetic, compiled. By hand are
@@ -18,8 +18,8 @@ from typing import Any
 from tests.emulated.counters import Asm, Fault, Machine, Source, Thread, Words, load
 from tests.emulated.kernel import built_once
 
-ROWS, HOME, DOWN, SUMMERS = (
-    f"fused/{name}" for name in ("movers.cuh", "home.cu", "down_home.cu", "summers.cuh")
+ROWS, HOME, DOWN, SUMMERS, FIRST = (
+    f"fused/{name}" for name in ("movers.cuh", "home.cu", "down_home.cu", "summers.cuh", "others_first.cu")
 )
 REDUCE, PROTOCOL = "exchange/reduce.cuh", "peers/protocol.cuh"
 SPOILT = 100
@@ -94,7 +94,7 @@ def _compile(text: str, folder: Path) -> Path:
 
 
 class Kernel(Machine):
-    """What the three kernels share. groups: of tokens, of every rank."""
+    """What the four kernels share. groups: of tokens, of every rank."""
 
     def __init__(self, source: Source, groups: Sequence[int], *, parts: int = 1, **how: Any) -> None:
         super().__init__(len(groups), **how)

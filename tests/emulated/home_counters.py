@@ -183,7 +183,7 @@ class Phase:
         asm.go(self.over, lambda w, t: t.number >= self.own)
 
 
-def _reduce_others(machine: Kernel, asm: Asm, end: str, use: Callable[[Words, Thread], None]) -> None:
+def sum_others(machine: Kernel, asm: Asm, use: Callable[[Words, Thread], None]) -> None:
     """Others' pieces, told when the next one is drawn: `reduce_pieces` lists that one's rows meanwhile."""
     me, most = asm.rank, machine.bag(asm.rank)[0] * machine.parts
     begin, over = asm.fresh("others' pieces"), asm.fresh("no others")
@@ -200,18 +200,25 @@ def _reduce_others(machine: Kernel, asm: Asm, end: str, use: Callable[[Words, Th
         *_, source, flag = which(t)
         w[machine.flag(source, me, flag // machine.parts, flag % machine.parts)] = t.call
 
-    pieces = r"reduce_pieces<Sums>\(.*draw_again\(call, reduce, 0\)\)"
-    marks = {"credit": r"!wait_credit\(call, .*, (\d)\)", "pieces": pieces}
+    machine.draw(asm, "number", 0)
+    asm.label(begin)
+    asm.go(over, lambda w, t: t.number >= most)
+    asm.add("sum another's piece", reduce)
+    machine.draw(asm, "next", 0)
+    tell_piece(machine, asm, REDUCE, "__device__ inline void tell_reduced(", tell)
+    asm.add("go on", lambda w, t: setattr(t, "number", t.next), silent=True)
+    asm.go(begin)
+    asm.label(over)
+
+
+PIECES = r"reduce_pieces<Sums>\(.*draw_again\(call, reduce, 0\)\)"
+CREDIT = r"!wait_credit\(call, .*, (\d)\)"
+
+
+def _reduce_others(machine: Kernel, asm: Asm, end: str, use: Callable[[Words, Thread], None]) -> None:
+    marks = {"credit": CREDIT, "pieces": PIECES}
     for mark, said in machine.source.order(HOME, "bool reduce_others()", marks):
         if mark == "credit":
             machine.credit(asm, int(said), end)
-            continue
-        machine.draw(asm, "number", 0)
-        asm.label(begin)
-        asm.go(over, lambda w, t: t.number >= most)
-        asm.add("sum another's piece", reduce)
-        machine.draw(asm, "next", 0)
-        tell_piece(machine, asm, REDUCE, "__device__ inline void tell_reduced(", tell)
-        asm.add("go on", lambda w, t: setattr(t, "number", t.next), silent=True)
-        asm.go(begin)
-        asm.label(over)
+        else:
+            sum_others(machine, asm, use)

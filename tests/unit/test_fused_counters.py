@@ -13,8 +13,9 @@ from imbrex.reproduce.interleavings import explore
 from tests.emulated import kernel
 from tests.emulated.counters import Edits, Source
 from tests.emulated.down_home_counters import down_home
-from tests.emulated.fused_counters import DOWN, HOME, PROTOCOL, REDUCE, ROWS, SUMMERS, Kernel
+from tests.emulated.fused_counters import DOWN, FIRST, HOME, PROTOCOL, REDUCE, ROWS, SUMMERS, Kernel
 from tests.emulated.home_counters import home
+from tests.emulated.others_first_counters import others_first
 from tests.emulated.rows_out_counters import rows_out
 
 pytestmark = [pytest.mark.skipif(not kernel.available(), reason="needs g++"), pytest.mark.untraced]
@@ -23,9 +24,7 @@ pytestmark = [pytest.mark.skipif(not kernel.available(), reason="needs g++"), py
 def machine(name: str, edits: Edits = ()) -> Kernel:
     make, given = CASES[name]
     source = Source(edits)
-    if make is rows_out:
-        return rows_out(source, **given)
-    return (down_home if make is down_home else home)(source, **given)
+    return make(source, **given)
 
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -45,6 +44,13 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"groups": (1, 1), "tiles": (0, 1), "parts": 2, "behind": False, "mortal": 0},
     ),
     "down, three calls": (down_home, {"groups": (0, 1), "tiles": (0,), "behind": False, "calls": 3}),
+    "first": (others_first, {"groups": (1, 1), "lists": (0, 1)}),
+    "first, two tiles of own rows": (others_first, {"groups": (0, 1), "lists": (0, 1, 1)}),
+    "first, nobody stops": (others_first, {"groups": (1, 1), "lists": (0, 1), "first": False}),
+    "first, three ranks": (others_first, {"groups": (1, 1, 1), "lists": (0,), "blocks": 1}),
+    "first, two warps sum": (others_first, {"groups": (1, 0), "lists": (0,), "every": True}),
+    "first, a rank dies": (others_first, {"groups": (1, 1), "lists": (0,), "mortal": 0}),
+    "first, three calls": (others_first, {"groups": (0, 1), "lists": (0,), "calls": 3}),
 }
 
 
@@ -66,6 +72,7 @@ ENGINE = "            ptx::fence_async_shared();\n"
 FLAG = "        ptx::store_relaxed_sys(flag_of(*call.group, call.group->reduced"
 STARTED = "            if (call.block == 0 && warp == 4 * C::kGroups + 1)\n"
 TELL_STARTED = f"{STARTED}                tell_started(call, static_cast<int>(ptx::lane_id()));\n"
+FIRST_PIECES = "reduce_pieces<Sums>(call, reduce, own, tokens, others, draw_again(call, reduce, 0));"
 FAULTS: dict[str, tuple[str, Edits, str]] = {
     "rows counted before they are stored": (
         "rows",
@@ -192,6 +199,69 @@ FAULTS: dict[str, tuple[str, Edits, str]] = {
         "down, three calls",
         ((PROTOCOL, "        call.own->drawn[call.kind][0] = call.own->drawn[call.kind][1] = 0;\n", ""),),
         "summed 0 times",
+    ),
+    "others' tokens before their rows are written": (
+        "first",
+        ((FIRST, "if (!wait_written(0)) return false;", ""),),
+        "tile 0 is",
+    ),
+    "own tokens before their rows are written": (
+        "first",
+        ((FIRST, "if (!wait_written(1)) return false;", ""),),
+        "tile 1 is",
+    ),
+    "own tokens before others' in a list": (
+        "first",
+        (
+            (FIRST, f"        if (!wait_written(0)) return false;\n        {FIRST_PIECES}\n", ""),
+            (
+                FIRST,
+                "piece_of(reduce, tokens, call.me, i))) return false;\n        return true;",
+                "piece_of(reduce, tokens, call.me, i))) return false;\n"
+                f"        if (!wait_written(0)) return false;\n        {FIRST_PIECES}\n        return true;",
+            ),
+        ),
+        "for ever",
+    ),
+    "a block that stops drops what it has drawn": (
+        "first, two tiles of own rows",
+        (
+            (
+                FIRST,
+                "        return stops && order.product > 0",
+                "        const int drawn = stops ? static_cast<int>(atomicAdd(counter, 1u)) : 0;\n"
+                "        return stops && order.product > 0",
+            ),
+        ),
+        "for ever",
+    ),
+    "a list told with the tile that is being stored": (
+        "first",
+        (
+            (
+                FIRST,
+                "        tell();\n        list = tile.together, rows_sent = rows;\n",
+                "        list = tile.together, rows_sent = rows;\n        tell();\n",
+            ),
+        ),
+        "tile . is under way",
+    ),
+    "a list told before its last stores": (
+        "first",
+        (
+            (
+                "gemm/halves.cuh",
+                "    if (stores.thread == 0) ptx::bulk_wait<0>();\n    sink.ended(stores.thread);\n",
+                "    sink.ended(stores.thread);\n    if (stores.thread == 0) ptx::bulk_wait<0>();\n",
+            ),
+        ),
+        "tile . is under way",
+    ),
+    "others first without credit": ("first, three calls", ((FIRST, CREDIT, ""),), "sum .* is"),
+    "a begin of others first that is not told": (
+        "first, three calls",
+        ((FIRST, TELL_STARTED.replace("            ", "        ", 1).replace(" " * 16, " " * 12), ""),),
+        "for ever",
     ),
     "a wait without an end": (
         "down, a rank dies",

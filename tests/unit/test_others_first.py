@@ -46,7 +46,9 @@ REPLICAS = Case(
 TENSOR = Case(placement=contiguous(4, 2), tokens=(30, 40, 20, 10), choices=2, width=256, seed=7, tensor=2)
 ALONE = Case(placement=contiguous(4, 1), tokens=(150,), choices=3, width=256, seed=4)
 """All rows are own ones."""
-LONELY = Case(placement=contiguous(4, 2), tokens=(40, 33), choices=1, width=256, drop=0.0, skew=-100.0, seed=1)
+LONELY = Case(
+    placement=contiguous(4, 2), tokens=(40, 33), choices=1, width=256, drop=0.0, skew=-100.0, seed=1
+)
 """All choices are the first expert: a rank has no rows."""
 FEW = replace(CASE, tokens=(50, 40))
 INNER = 448  # more than STAGES steps
@@ -91,9 +93,7 @@ def call_alone(forward: Forward, first: int) -> Tensor:
     """The launch of rank 0, whose peers never come."""
     exchange = forward.exchange
     exchange.heap.local, exchange.local_ranks = exchange.heap.local[:1], 1
-    return together(
-        replace(forward, acts=forward.acts[:1], weights=forward.weights[:1]), first, 2
-    )
+    return together(replace(forward, acts=forward.acts[:1], weights=forward.weights[:1]), first, 2)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -108,7 +108,9 @@ def test_a_rank_that_never_comes_ends_the_sums(monkeypatch: pytest.MonkeyPatch, 
 def test_replays_behind_a_failed_call_have_no_sums(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
     """A failed call leaves tickets and counters as a whole one does, so a graph goes on, and ends."""
     forward = begun(monkeypatch, FEW, timeout=0.5)
-    monkeypatch.setattr(torch, "full", lambda size, _, **how: torch.zeros(size, **how))  # results hold numbers
+    monkeypatch.setattr(
+        torch, "full", lambda size, _, **how: torch.zeros(size, **how)
+    )  # results hold numbers
     exchange = forward.exchange
     whole = exchange.heap.local
     with pytest.raises(ExchangeError):

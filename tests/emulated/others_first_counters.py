@@ -1,0 +1,135 @@
+"""Kernel 4 as threads: two lists of tiles and their counters, blocks that stop, pieces by ticket, flags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tests.emulated.counters import Asm, Source, Thread, Words, load
+from tests.emulated.down_home_counters import publish
+from tests.emulated.fused_counters import FIRST, Kernel
+from tests.emulated.home_counters import CREDIT, PIECES, sum_others
+
+BODY = {
+    "tell_started": r"tell_started\(",
+    "load barrier": r"named_barrier\(kSumBarrier, kSummers \+ 32\);\n        }",
+    "produce": r"\bproduce<C>\(",
+    "consume": r"\bconsume_halves<C>\(",
+    "sum barrier": r"named_barrier\(kSumBarrier, kSummers \+ 32\);\n        const",
+    "failed": r"!failed\(",
+    "run": r"if \(!fine \|\| !summer\.run\(.*\)\) spoil\(",
+    "end": r"end_call\(",
+}
+NEXT = {
+    "stop": r"return stops && order\.product > 0 \? kNoTile : static_cast<int>\(atomicAdd\(",
+    "draw": r"const int drawn = .*atomicAdd\(",
+}
+RUN = {
+    "credit": CREDIT,
+    "written": r"!wait_written\((\d)\)",
+    "pieces": PIECES,
+    "own": r"u32 i = draw_home\(\); i < home; i = draw_home\(\)",
+    "add": r"!add_piece<Sums>\(",
+}
+
+
+def others_first(
+    source: Source,
+    groups: Sequence[int],
+    lists: Sequence[int],
+    *,
+    first: bool = True,
+    every: bool = False,
+    blocks: int = 2,
+    **how: Any,
+) -> Kernel:
+    """Kernel 4, `blocks` a rank, one or two. lists: of each tile, in the order in which they are drawn.
+    first: the first block stops. every: the last one sums as well, where it is not the only one. It also
+    tells that the call has begun, before it multiplies: a thread of its own would be too many."""
+    machine = Kernel(source, groups, **how)
+    body = source.order(FIRST, "others_first(const", BODY)
+    for rank in range(machine.ranks):
+        for block in range(blocks):
+            asm = machine.thread(rank, f"block {block}")
+            asm.label("begin")
+            for mark, _ in body:
+                if mark == "tell_started":
+                    if block == blocks - 1:
+                        machine.tell_started(asm)
+                elif mark == "consume" or every or block == 0:
+                    _step(machine, asm, mark, lists, stops=first and block == 0)
+            machine.end_call(asm, machine.reset(rank))
+    machine.checks.append(machine.whole)
+    return machine
+
+
+def _step(machine: Kernel, asm: Asm, mark: str, lists: Sequence[int], *, stops: bool) -> None:
+    if mark == "consume":
+        publish(machine, asm, lists, FIRST, _stop(machine, asm, lists) if stops else None)
+    elif mark == "run":
+        machine.fail_early(asm, "no sums")
+        _Summer(machine, asm, lists).run()
+        asm.label("no sums")
+        machine.spoil(asm)
+
+
+def _stop(machine: Kernel, asm: Asm, lists: Sequence[int]) -> Any:
+    """Behind a tile of a block that draws none when it has one of the second list."""
+    at = machine.word(asm.rank, "tile")
+
+    def lose(w: Words, t: Thread) -> None:
+        w[at] += lists[t.number] > 0
+
+    def make() -> None:
+        for mark, _ in machine.source.order(FIRST, "next(u32* counter, const Rounds& order) const", NEXT):
+            if mark == "draw":
+                asm.add("draw in vain", lose, local=True)
+        asm.go("no tiles", lambda w, t: lists[t.number] > 0)
+
+    return make
+
+
+class _Summer:
+    """`Summer::run`, of one warp."""
+
+    def __init__(self, machine: Kernel, asm: Asm, lists: Sequence[int]) -> None:
+        self.machine, self.asm, self.lists, self.me = machine, asm, lists, asm.rank
+        self.end, self.begin = asm.fresh("no pieces"), asm.fresh("own pieces")
+
+    def load_rows(self, w: Words, t: Thread, most: int) -> None:
+        """Rows of others are in tiles of the first list alone, own ones in either."""
+        for tile, its in enumerate(self.lists):
+            if its <= most:
+                load(w, t, self.machine.word(self.me, "row", tile, its), f"tile {tile}")
+
+    def add(self, w: Words, t: Thread) -> None:
+        self.load_rows(w, t, 1)
+        self.machine.add_own(self.me, (t.number, 0), w, t)
+
+    def run(self) -> None:
+        asm, machine, own = self.asm, self.machine, self.machine.bag(self.me)[1]
+        for mark, said in machine.source.order(FIRST, "bool run(u8* memory) const", RUN):
+            if mark == "credit":
+                machine.credit(asm, int(said), self.end)
+            elif mark == "written":
+                self._wait(int(said))
+            elif mark == "pieces":
+                sum_others(machine, asm, lambda w, t: self.load_rows(w, t, 0))
+            elif mark == "own":
+                asm.label(self.begin)
+                machine.draw(asm, "number", 1)
+                asm.go(self.end, lambda w, t: t.number >= own)
+            else:
+                there = machine.flags_are_there
+                machine.wait(
+                    asm, "for peers' sums", lambda w, t: there(self.me, (t.number, 0), w, t), self.end
+                )
+                asm.add("add an own piece", self.add, silent=True)
+                asm.go(self.begin)
+        asm.label(self.end)
+
+    def _wait(self, of: int) -> None:
+        at, due = self.machine.word(self.me, "written", of), self.lists.count(of)
+        body = self.machine.source.body(FIRST, "bool wait_written(int list) const")
+        leave = self.end if "leave_if_failed" in body else None
+        self.asm.add(f"wait for list {of}", local=True, ready=lambda w, t: w[at] >= due, leave=leave)
