@@ -23,6 +23,7 @@ from imbrex.bench.layer.race import (
     LOCAL,
     OURS,
     OURS_ALONE,
+    OURS_FIRST,
     OURS_FUSED,
     Entry,
     race,
@@ -41,11 +42,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--only", default="", help="names of implementations, serial's among them")
     args = parser.parse_args()
     world = torch.cuda.device_count()
     if world < 2:
         raise SystemExit("benchmarks/fused.py needs two GPUs or more")
-    only = OURS, OURS_FUSED, DY_BEFORE, OURS_ALONE, LOCAL, FUSED_LOCAL, FLOOR, *RIVALS
+    only = OURS, OURS_FUSED, *OURS_FIRST.values(), DY_BEFORE, OURS_ALONE, LOCAL, FUSED_LOCAL, FLOOR, *RIVALS
+    only = tuple(args.only.split(",")) if args.only else only
     tokens = [int(m) for m in args.tokens.split(",")]
     entries = [Entry(model=model, M=m, only=only) for model in args.models.split(",") for m in tokens]
     given = [f"--{name}={value}" for name, value in vars(args).items() if value != parser.get_default(name)]

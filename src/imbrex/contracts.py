@@ -265,12 +265,15 @@ Add = Callable[[Sequence[tuple[Tensor, Tensor]], int], Tensor]
 
 class Roles(NamedTuple):
     """How many blocks of fused kernels make tokens ready for peers (stage), begin with sums of dx, bring
-    rows. dy: 0 where its rows move before their product. `None`: the default. No bit depends on them."""
+    rows. dy: 0 where its rows move before their product. first: blocks that sum others' tokens while the own
+    rows of narrow experts are multiplied, which come last; `None`: sums are behind that product. Elsewhere
+    `None` is the default. No bit depends on them."""
 
     stage: int | None = None
     sums: int | None = None
     rows: int | None = None
     dy: int | None = None
+    first: int | None = None
 
 
 class Listener(Protocol):

@@ -102,6 +102,9 @@ class _Summer:
             if its <= most:
                 load(w, t, self.machine.word(self.me, "row", tile, its), f"tile {tile}")
 
+    def is_there(self, w: Words, t: Thread) -> bool:
+        return self.machine.flags_are_there(self.me, (t.number, 0), w, t)
+
     def add(self, w: Words, t: Thread) -> None:
         self.load_rows(w, t, 1)
         self.machine.add_own(self.me, (t.number, 0), w, t)
@@ -120,10 +123,7 @@ class _Summer:
                 machine.draw(asm, "number", 1)
                 asm.go(self.end, lambda w, t: t.number >= own)
             else:
-                there = machine.flags_are_there
-                machine.wait(
-                    asm, "for peers' sums", lambda w, t: there(self.me, (t.number, 0), w, t), self.end
-                )
+                machine.wait(asm, "for peers' sums", self.is_there, self.end)
                 asm.add("add an own piece", self.add, silent=True)
                 asm.go(self.begin)
         asm.label(self.end)

@@ -17,8 +17,9 @@ from imbrex.contracts import Placement, Roles, RowForm, Strategy
 from imbrex.experts.experts import Experts
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.ffn.ffn import ffn
-from imbrex.kernels.fused import down_home, home
+from imbrex.kernels.fused import down_home, home, others_first
 from imbrex.kernels.fused.rows_out import bring_rows, rows_out
+from imbrex.kernels.gemm.tiling import SHARED
 from imbrex.overlap import Auto, Fused, Serial, tuner
 from imbrex.placement import contiguous
 from imbrex.schedule.choice import Choice
@@ -133,13 +134,20 @@ def inputs_of(rank: int, tokens: int) -> tuple[Tensor, imbrex.Routing]:
     return x_TD, imbrex.Routing(ids_TK=ids_TK, weights_TK=weights_TK)
 
 
-def run_both(ranks: Ranks, codec: str, train_down: bool, tokens: int) -> tuple[list[bool], int, int]:
+def run_both(
+    ranks: Ranks,
+    codec: str,
+    train_down: bool,
+    tokens: int,
+    roles: Roles | None = None,
+    combine: str = "identity",
+) -> tuple[list[bool], int, int]:
     """Whether y and all gradients are those of serial; how many launches did both ways home; how many calls
     brought their own rows."""
     brought = 0
-    with an_exchange(ranks, dispatch_backward=codec) as (exchange, launches):
+    with an_exchange(ranks, dispatch_backward=codec, combine=combine) as (exchange, launches):
         answers = []
-        for strategy in (Serial(), Fused()):
+        for strategy in (Serial(), Fused(roles)):
             x_TD, routing = inputs_of(ranks.rank, 31 if ranks.rank else tokens)
             experts = Kernels(ranks.rank, train_down=train_down)
 
@@ -357,6 +365,37 @@ def test_sums_go_home_beside_down(pool: Pool, train: bool, tokens: int, leaving:
         assert launched == (2 if rank < leaving else 0)
 
 
+def run_first(ranks: Ranks, train: bool, tokens: int, leaving: int, combine: str) -> tuple[list[bool], int]:
+    """`run_both` with others' rows first, and how many launches that were.
+
+    leaving: ranks whose experts leave their last product.
+    """
+    launched = []
+
+    def launch(*args, **options):
+        launched.append(options["first"])
+        return others_first.others_first(*args, **options, blocks=2)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("imbrex.exchange.nvlink.others_first", launch)
+        patch.setattr("imbrex.kernels.ffn.products.choose_tiling", lambda *_, **__: SHARED)
+        patch.setattr(Kernels, "leaves", ranks.rank < leaving)
+        patch.setattr(f"{__name__}.WIDTH", 512)  # which that codec's kernels take
+        same, _, _ = run_both(ranks, "identity", train, tokens, Roles(first=1), combine)
+    return same, len(launched)
+
+
+@pytest.mark.parametrize(
+    ("train", "tokens", "leaving", "combine"),
+    [(True, 40, 2, "identity"), (False, 0, 2, "identity"), (True, 40, 1, "identity"), (True, 40, 2, "fp8")],
+)
+def test_others_rows_come_first(pool: Pool, train: bool, tokens: int, leaving: int, combine: str) -> None:
+    """Also where one rank's experts leave nothing. Sums that cross in fp8 are behind."""
+    for rank, (same, launched) in enumerate(pool.run(2, run_first, train, tokens, leaving, combine)):
+        assert same == [True] * (5 + train)
+        assert launched == (2 if rank < leaving and combine == "identity" else 0)
+
+
 def run_otherwise(ranks: Ranks) -> str:
     with an_exchange(ranks) as (exchange, _):
         strategy = Serial() if ranks.rank else Fused()
@@ -383,6 +422,8 @@ SECONDS = {
     Roles(96, 24): (0.9, 0.98),
     Roles(128, 32): (3.0, 0.95),
     Roles(dy=0): (1.0, 0.99),
+    Roles(first=12): (0.95, 0.5),
+    Roles(first=20): (0.8, 1.0),
 }
 """The second run needs no stage of 32, which gains under a hundredth."""
 
@@ -446,7 +487,8 @@ def test_auto_takes_it_where_it_is_faster(
         assert f", as {over}, " in reason or taken == over
         assert f"{device:.2f} times as fast on the device, {called:.2f} as called" in reason
         assert reason.endswith("measured in this process")
-        assert "tokens staged by 96 blocks, sums begun by 32 blocks (measured in this process)" in of_fused
+        assert "tokens staged by 96 blocks, sums begun by 32 blocks, others' rows of narrow" in of_fused
+        assert "first and summed by 20 blocks (measured in this process)" in of_fused
         assert same
 
 

@@ -52,6 +52,7 @@ from imbrex.kernels.ffn.ffn import LeftProduct
 from imbrex.kernels.ffn.glue import COUNTERS, Groups
 from imbrex.kernels.fused.down_home import cut_of, down_and_sums, pieces_of, why_not_sums
 from imbrex.kernels.fused.home import computed, home_beside_gradients, why_not_home
+from imbrex.kernels.fused.others_first import others_first, why_not_first
 from imbrex.kernels.fused.rows_out import bring_rows
 from imbrex.kernels.routing.routed import Sizes, Tables, placement_tables, write_tables
 from imbrex.kernels.rows.expand import expand_fp8, expand_fp8_rows
@@ -253,7 +254,9 @@ class NvlinkDispatcher(WiredDispatcher):
                 rows_RD = arrived
             weights_R, counts_e, plan, hits = groups or spread(routed, rows_RD.shape[0], self._slots)
             if staged is not None:
-                beside = replace(staged, movers=self.roles.rows, plan=plan)
+                looks = self.roles.first is not None and not is_coded(self.wire.combine)
+                own_e2 = plan.new_empty(self._slots, 2) if looks else None
+                beside = replace(staged, movers=self.roles.rows, plan=plan, own_e2=own_e2)
             elif beside is None:
                 beside = Groups(plan, expected=expected, hits=hits)
             return Arrived(rows_RD, weights_R, counts_e, [routed.words_TC], beside)
@@ -422,24 +425,23 @@ class NvlinkDispatcher(WiredDispatcher):
         addend: Addend | None,
         out_TD: Tensor,
     ) -> Crossing[Tensor]:
-        """`combine` and, in the same launch, the product that makes `rows_RD`, where the experts have left it
-        in `left`. The same bits.
-
-        In the caller's stream, so with nothing of the transport under way in another one.
-        """
+        """`combine` and, in the same launch, the product that makes `rows_RD`, where experts left it.
+        The same bits. In the caller's stream, so with nothing of the transport under way in another one."""
         routed = self.read_state(state)
         is_single = len(left) == 1 and isinstance(left[0], LeftProduct) and not left[0].is_empty
-        if not is_single or self._pieces(routed) is None:
+        in_parts = is_single and self._pieces(routed) is not None
+        is_first = is_single and not in_parts and why_not_first(left[0]) is None  # ranks need not agree
+        if not (in_parts or is_first):
             for product in left:
                 product()
             return self.combine(rows_RD, weights_R, state, num_tokens, addend, out_TD)
 
         def work() -> Tensor:
-            added_TD = None if addend is None else addend()
-            added_TD = None if added_TD is None else added_TD.contiguous()
+            added_TD = None if addend is None else addend().contiguous()
             with self.observer.span("combine", layer=self.layer):
                 more = {"weighted": weights_R is not None, "addend": added_TD}
-                down_and_sums(self._kernels(routed), rows_RD.contiguous(), routed, left, out_TD, **more)
+                launch = partial(others_first, first=self.roles.first) if is_first else down_and_sums
+                launch(self._kernels(routed), rows_RD.contiguous(), routed, left, out_TD, **more)
             return out_TD
 
         return Crossing(nothing_to_move, lambda _: work())

@@ -107,14 +107,17 @@ class Decision:
 
 def roles_as_json(roles: Roles, seconds: Mapping[Roles, Sequence[float]]) -> dict[str, Any]:
     """Roles, with the seconds, forward and backward, of all that were tried."""
-    tried = [[of.stage, of.sums, of.dy, *both] for of, both in seconds.items()]
-    return {"stage": roles.stage, "sums": roles.sums, "dy": roles.dy, "tried": tried}
+    tried = [[of.stage, of.sums, of.dy, of.first, *both] for of, both in seconds.items()]
+    names = "stage", "sums", "dy", "first"
+    return {name: getattr(roles, name) for name in names} | {"tried": tried}
 
 
 def roles_of_json(value: Mapping[str, Any]) -> Roles:
     """The roles. Raises ValueError, TypeError or KeyError for what is none."""
-    stage, sums = (None if value[n] is None else _whole(value[n], MOST_BLOCKS) for n in ("stage", "sums"))
-    return Roles(stage=stage, sums=sums, dy=None if value.get("dy") is None else 0)
+    stage, sums, first = (
+        None if value[n] is None else _whole(value[n], MOST_BLOCKS) for n in ("stage", "sums", "first")
+    )
+    return Roles(stage=stage, sums=sums, dy=None if value.get("dy") is None else 0, first=first)
 
 
 def _times(seconds: Mapping[str, float], degree: int) -> Times:

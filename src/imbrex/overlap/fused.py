@@ -2,7 +2,7 @@
 
 step                 serial                               fused
 rows out, gate/up    route and pull | product             route and stage | rows and product
-down, y home         product | sums                       one launch, of the widest experts
+down, y home         product | sums                       one launch, of the widest experts, or by roles
 dy out, down back    pull | product                       stage | rows and product
 dx home              product, product | sums              one launch
 
@@ -60,6 +60,8 @@ class Fused(Pipelined):
             f"{what} by {'default' if blocks is None else f'{blocks} blocks'}"
             for what, blocks in (("tokens staged", roles.stage), ("sums begun", roles.sums))
         )
+        if roles.first is not None:
+            numbers = f"{numbers}, others' rows of narrow experts first and summed by {roles.first} blocks"
         return f"{numbers} ({origin})" if origin else numbers
 
     def run(

@@ -27,6 +27,7 @@ from imbrex.exchange.exchange import Exchange
 from imbrex.exchange.nvlink import NvlinkDispatcher
 from imbrex.experts.experts import Experts
 from imbrex.kernels.ffn.ffn import ffn
+from imbrex.kernels.fused.others_first import LESS_DEPTH
 from imbrex.observe.clock import device_microseconds
 from imbrex.overlap.fused import Fused
 from imbrex.overlap.serial import Serial
@@ -40,6 +41,8 @@ LOCAL, FUSED_LOCAL = "imbrex-serial-local", "imbrex-fused-local"
 """A layer with as many rows of every expert, all of its rank's own tokens: nothing crosses."""
 DY_BEFORE = "imbrex-fused-dy-before"
 """Rows of dy move before their product, not beside it."""
+OURS_FIRST = {n: f"imbrex-fused-others-first-{n}" for n in (8, 12, 16, 24)}
+"""Down multiplies others' rows first, and so many blocks sum them meanwhile (`Roles.first`)."""
 VARIANTS = OURS_FUSED, OURS_ALONE, OURS_TORCH, OURS_EXACT, OURS_NCCL
 FLOOR = "floor"
 FLOORS = FLOOR, OURS_ALONE, LOCAL, FUSED_LOCAL
@@ -157,6 +160,16 @@ class Race:
         fused = Fused(Roles(dy=0))
         return {DY_BEFORE: self._ours(self.experts, self.exchange, inputs, training=True, strategy=fused)}
 
+    def others_first(self, op: str, inputs: Inputs) -> dict[str, Call]:
+        """The fused layer with others' rows first; none where experts are wide."""
+        if self.shape.intermediate_size >= LESS_DEPTH:
+            return {}
+        layer, training = (self.experts, self.exchange, inputs), op == "forward+backward"
+        return {
+            name: self._ours(*layer, training=training, strategy=Fused(Roles(first=n)))
+            for n, name in OURS_FIRST.items()
+        }
+
     def calls(self, op: str, inputs: Inputs) -> dict[str, Call]:
         """The calls to time, by implementation; answers: y, then the gradients of x, weights and experts."""
         training = op == "forward+backward"
@@ -247,9 +260,11 @@ class Race:
         """The largest relative error between ours and the rivals', over all answers and ranks; what is fused
         has the same bits."""
         ours, worst = calls[OURS](), 0.0
-        if OURS_FUSED in calls:
-            pairs = zip(ours, calls[OURS_FUSED](), strict=True)
-            assert all(torch.equal(a, b) for a, b in pairs), f"{self.model}: fused has other bits than serial"
+        for name in (name for name in calls if name.startswith(OURS_FUSED) and name not in FLOORS):
+            pairs = zip(ours, calls[name](), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs), (
+                f"{self.model}: {name} has other bits than serial"
+            )
         for name in (name for name in calls if name not in (OURS, *FLOORS)):
             worst = max(worst, difference(ours, calls[name]()))
         errors = torch.tensor(worst, device="cuda")
@@ -368,6 +383,7 @@ def run_entry(runner: Race, entry: Entry, repeats: int) -> list[dict[str, Any]]:
         calls = runner.calls(op, inputs)
         if entry.only:
             calls |= runner.local_calls(op, inputs) | runner.dy_before(op, inputs)
+            calls |= runner.others_first(op, inputs)
             calls = {name: calls[name] for name in entry.only if name in calls}
         elif not entry.variants:
             calls = {name: call for name, call in calls.items() if name not in VARIANTS}
@@ -413,6 +429,10 @@ def row_of(
             OURS_EXACT: "rows as many as there are, after asking the GPU",
             OURS_FUSED: "schedule 'fused'",
             DY_BEFORE: "schedule 'fused', rows of dy before their product",
+            **{
+                of: f"schedule 'fused', others' rows first, summed by {n} blocks"
+                for n, of in OURS_FIRST.items()
+            },
             OURS_ALONE: "our experts, rows permuted",
             LOCAL: "every choice is an expert of the token's rank",
             FUSED_LOCAL: "schedule 'fused', every choice is an expert of the token's rank",
@@ -427,5 +447,7 @@ def line_of(entry: Entry, op: str, times_by_name: dict[str, list[float]]) -> str
     ours = medians[OURS]
     cells = [f"{entry.model:12} M={entry.M:<6} {op:17}"]
     cells += [f"{name} {us:8.0f}" for name, us in medians.items()]
-    cells += [f"over floor {ours / medians[FLOOR]:.2f}", f"a2a over ours {medians['nccl-a2a'] / ours:.2f}"]
+    if FLOOR in medians and "nccl-a2a" in medians:
+        cells += [f"over floor {ours / medians[FLOOR]:.2f}"]
+        cells += [f"a2a over ours {medians['nccl-a2a'] / ours:.2f}"]
     return "  ".join(cells)

@@ -34,8 +34,8 @@ SOURCE, ENTRY = "fused/others_first.cu", "others_first"
 OTHERS_FIRST = struct(SOURCE, "OthersFirst")
 MOST_LOCAL = OTHERS_FIRST.ends.size // 8
 EPILOGUES = (Epilogue.PLAIN, Epilogue.WEIGHTED)
-MOST_DEPTH = 2048
-"""Width F of experts up to which their weights, which are read twice, take less time than sums."""
+LESS_DEPTH = 2048
+"""Width F from which experts' weights, which are read twice, take longer than what sums gain."""
 
 
 def first_variant(epilogue: Epilogue, local_ranks: int = 1) -> Variant:
@@ -56,8 +56,8 @@ def why_not_first(product: Any) -> str | None:
     if product.own_e2 is None:
         return "nobody has looked for the own rows of every expert"
     inner = product.act_RF.shape[1]
-    if inner > MOST_DEPTH:
-        return f"weights of experts of width {inner}, over {MOST_DEPTH}, take longer to read twice than sums"
+    if inner >= LESS_DEPTH:
+        return f"weights of experts of width {inner}, not less than {LESS_DEPTH}, would be read twice"
     if product.tiling() != SHARED:
         return "the product is cut into other tiles"
     return None

@@ -1,0 +1,83 @@
+"""Down with others' rows first, and the sums home, on virtual ranks of one GPU: the bits of a product and a
+combine."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from imbrex.kernels.gemm.tiling import SHARED, override_tilings
+from imbrex.placement.layouts import contiguous
+from tests.emulated.down_home import apart, begin, differences
+from tests.emulated.others_first import together
+from tests.emulated.rows_out import begin as begin_rows
+from tests.emulated.rows_out import beside
+from tests.emulated.scenario import Case, make_exchange
+from tests.gpu.stalling import Stalling
+from tests.gpu.test_down_home import blocks_of, tiled
+
+pytestmark = pytest.mark.gpu
+
+CASES = {
+    "two ranks": (Case(placement=contiguous(16, 2), tokens=(900, 700), choices=4, width=2048), 1408),
+    "narrow": (Case(placement=contiguous(32, 2), tokens=(1400, 1512), choices=8, width=2048), 768),
+    "four ranks": (Case(placement=contiguous(16, 4), tokens=(170, 0, 5, 633), choices=6, width=520), 256),
+    "all to one": (
+        Case(placement=contiguous(4, 4), tokens=(150,) * 4, choices=1, skew=-100.0, width=512),
+        64,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits_are_those_of_two_launches(name: str) -> None:
+    case, inner = CASES[name]
+    with override_tilings(tiled(SHARED)):
+        for applied in (True, False):
+            forward = begin(case, inner, applied=applied, addend=applied, device="cuda", timeout=10.0)
+            wanted, blocks = apart(forward, sms=8), blocks_of(case)
+            for first in (0, 1, blocks // 4, blocks):
+                for _ in range(2):
+                    found = together(forward, first, blocks)
+                    assert differences(case, found, wanted) == [], (applied, first)
+
+
+def test_many_calls_with_delays_in_them() -> None:
+    case, inner = CASES["four ranks"]
+    with override_tilings(tiled(SHARED)):
+        for seed in range(20):
+            random = replace(case, seed=seed, tokens=(170 + seed, seed, 5, 633 - seed))
+            forward = begin(random, inner, device="cuda", timeout=10.0, load=Stalling)
+            wanted, blocks = apart(forward, sms=8), blocks_of(case)
+            for call in range(5):
+                found = together(forward, call, blocks)
+                assert differences(random, found, wanted) == [], (seed, call)
+
+
+def test_movers_find_own_rows() -> None:
+    """`beside` compares what they found (`own_rows`)."""
+    case = replace(CASES["narrow"][0], width=1024)
+    forward = begin_rows(case, 256, make_exchange(case, "cuda"), SHARED, "cuda")
+    assert len(beside(forward, sms=8)) == case.ranks
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizers_find_nothing(tool: str) -> None:
+    if shutil.which("compute-sanitizer") is None:
+        pytest.skip("compute-sanitizer is not installed")
+    test = f"{__file__}::test_bits_are_those_of_two_launches[four ranks]"
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+    command += ["--report-api-errors", "no"] if tool == "memcheck" else []
+    ran = subprocess.run(
+        [*command, sys.executable, "-m", "pytest", "-q", "-m", "gpu", test],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout[-4000:]
