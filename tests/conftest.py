@@ -39,6 +39,7 @@ LONGEST = [
     "unit/test_compiled_generate",
     "unit/test_rows_out",
     "unit/test_down_home",
+    "unit/test_others_first",
     "ranks/test_defaults",
     "ranks/test_reproduce",
     "unit/test_exchange_routing",

@@ -46,8 +46,7 @@ class Routing:
 class Placement:
     """Where experts live: slot `s` holds expert `slots[s]` (`-1`: a spare), and expert-parallel rank `r`
     owns the slots `rank_offsets[r]:rank_offsets[r + 1]`. Build one through `imbrex.placement`, which checks
-    that every expert has a slot and that replicas never share a rank.
-    """
+    that every expert has a slot and that replicas never share a rank."""
 
     slots: tuple[int, ...]
     rank_offsets: tuple[int, ...]
@@ -264,10 +263,8 @@ Add = Callable[[Sequence[tuple[Tensor, Tensor]], int], Tensor]
 
 
 class Roles(NamedTuple):
-    """How many blocks of fused kernels make tokens ready for peers (stage), begin with sums of dx, bring
-    rows. dy: 0 where its rows move before their product. first: blocks that sum others' tokens while the own
-    rows of narrow experts are multiplied, which come last; `None`: sums are behind that product. Elsewhere
-    `None` is the default. No bit depends on them."""
+    """How many blocks of fused kernels make tokens ready for peers (stage), begin with sums of dx, bring rows,
+    sum others' tokens beside down (first). dy: 0 where it moves before its product. `None`: the default."""
 
     stage: int | None = None
     sums: int | None = None

@@ -22,6 +22,7 @@ PRODUCTS = {
     "ffn/both.cu",
     "fused/down_home.cu",
     "fused/home.cu",
+    "fused/others_first.cu",
     "fused/rows_out.cu",
 }
 HOPPER = PRODUCTS | {

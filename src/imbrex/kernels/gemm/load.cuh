@@ -121,7 +121,7 @@ __device__ __forceinline__ void produce(const Problem& problem, const Shared<C>&
             ++stops;
             continue;
         }
-        const int next = team.next(problem.counter, order);  // nothing may wait for it yet, not even an addition
+        const int next = team.next(problem.counter, order);  // nothing may wait for it, not even an addition
         const int k_begin = C::kWgrad && tile.expert > 0 ? ends[tile.expert - 1] : 0;
         const int k_count = C::kWgrad ? ends[tile.expert] - k_begin : problem.k;
         const int steps = (k_count + C::kBlockK - 1) / C::kBlockK;
