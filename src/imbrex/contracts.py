@@ -263,8 +263,8 @@ Add = Callable[[Sequence[tuple[Tensor, Tensor]], int], Tensor]
 
 
 class Roles(NamedTuple):
-    """How many blocks of fused kernels make tokens ready for peers (stage), begin with sums of dx, bring rows,
-    sum others' tokens beside down (first). dy: 0 where it moves before its product. `None`: the default."""
+    """How many blocks of fused kernels make tokens ready for peers (stage), begin with sums of dx, bring
+    rows, sum others' tokens beside down (first). dy: 0 where it moves before its product. `None`: default."""
 
     stage: int | None = None
     sums: int | None = None
