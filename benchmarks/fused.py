@@ -21,6 +21,7 @@ from imbrex.bench.layer.race import (
     FLOOR,
     FUSED_LOCAL,
     LOCAL,
+    OPS,
     OURS,
     OURS_ALONE,
     OURS_FIRST,
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--ops", default=",".join(OPS))
     parser.add_argument("--only", default="", help="names of implementations, serial's among them")
     args = parser.parse_args()
     world = torch.cuda.device_count()
@@ -50,7 +52,8 @@ def main() -> None:
     only = OURS, OURS_FUSED, *OURS_FIRST.values(), DY_BEFORE, OURS_ALONE, LOCAL, FUSED_LOCAL, FLOOR, *RIVALS
     only = tuple(args.only.split(",")) if args.only else only
     tokens = [int(m) for m in args.tokens.split(",")]
-    entries = [Entry(model=model, M=m, only=only) for model in args.models.split(",") for m in tokens]
+    what = {"only": only, "ops": tuple(args.ops.split(","))}
+    entries = [Entry(model=model, M=m, **what) for model in args.models.split(",") for m in tokens]
     given = [f"--{name}={value}" for name, value in vars(args).items() if value != parser.get_default(name)]
     words = " ".join(word for word in given if not word.startswith("--out"))
     command = "make gpu-bench NAME=fused" + (f" ARGS='{words}'" if words else "")

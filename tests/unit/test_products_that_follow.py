@@ -30,6 +30,8 @@ using C = Config<Cut>;
 struct Team {
     static constexpr bool kEvery = false;
     __device__ int first(u32*, bool) const { return blockIdx.x - all(); }
+    template <class Walk>
+    __device__ int next(u32* counter, const Walk&) const { return atomicAdd(counter, 1); }
     __device__ u32 reserved() const { return all(); }
     __device__ u32 all() const { return gridDim.x - 1; }
 };

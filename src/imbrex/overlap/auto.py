@@ -137,11 +137,10 @@ class Auto:
             return recalled.value
         strategies = {roles: Fused(roles) for roles in (Roles(), *ROLES, *_first_of(layer[1]))}
         seconds = compare(*layer, parameters_of(layer[1]), strategies, queued=True)
-        apart = {roles: both for roles, both in seconds.items() if roles.first is None}
+        apart = {roles: both for roles, both in seconds.items() if roles.first == Roles().first}
         stage, sums = (faster(apart, side, Roles()) for side in (0, 1))
-        first = faster(
-            {Roles(): seconds[Roles()]} | {r: seconds[r] for r in seconds.keys() - apart}, 0, Roles()
-        )
+        others = {roles: both for roles, both in seconds.items() if roles == Roles() or roles not in apart}
+        first = faster(others, 0, Roles())
         roles = Roles(stage=stage.stage, sums=sums.sums, dy=sums.dy, first=first.first)
         tuner.keep("fused", roles_as_json(roles, seconds))
         return roles

@@ -8,7 +8,7 @@
 //          computed all the same, so that nobody waits for it. kAhead: see gemm/follow.cu.
 //   sink   gets a tile's results as panels of staging, and is told when a group has sent all of its own of a
 //          tile, and when all of them are written.
-//   team   says which blocks take tiles, where those are not all of the launch.
+//   team   says which blocks take tiles, where those are not all of the launch, and which draw no other one.
 //   beside is what the three other warps of the producer's group do meanwhile (`kBeside` of the cut). It
 //          joins no barrier of the block; the block ends when it does.
 // `Always`, `StoreTiles`, `EveryBlock` and `Nothing` are those of a product alone. All is inlined here: the
