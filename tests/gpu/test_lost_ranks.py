@@ -17,9 +17,14 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 import imbrex
+from imbrex.contracts import Roles
 from imbrex.exchange import nvlink
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.exchange.failures import ExchangeError
+from imbrex.kernels.ffn import products
+from imbrex.kernels.gemm.gemm import Layout, Tiling
+from imbrex.kernels.gemm.tiling import SHARED, choose_tiling
+from imbrex.overlap import Fused
 from imbrex.router.collectives import sum_over_ranks
 from imbrex.runtime.waits import RankLostError, refuse_lost
 from tests.gpu.gpus import RANKS, share
@@ -101,15 +106,25 @@ FUSED = {
     "stage": (NvlinkExchange, "expert ids"),
     "stage_again": (NvlinkExchange, "staged rows"),
     "down_and_sums": (nvlink, "reduced rows"),
+    "others_first": (nvlink, "reduced rows"),
     "home_beside_gradients": (nvlink, "reduced rows"),
 }
 """What queues a fused kernel, or the tokens of one, where that is, and what a peer waits for then."""
 
 
+def choose_shared(layout: Layout, *given: Any, **reading: Any) -> Tiling:
+    """The only tiles of a forward that the kernel with others' rows first has."""
+    return SHARED if layout is Layout.FORWARD else choose_tiling(layout, *given, **reading)
+
+
 def multiply_without_a_peer(launch: str, dies: bool) -> list[str]:
     """The second rank dies, or sleeps, before its part of a fused kernel; the first one's has begun."""
-    nvlink.why_not_sums = lambda *_: None  # so few tokens' sums go home beside down, too
-    layer, x = make_layer("nvlink", width=1024, schedule="fused"), draw(600, 1024).requires_grad_()
+    schedule: Any = "fused"
+    if launch == "others_first":
+        schedule, products.choose_tiling = Fused(Roles(first=8)), choose_shared
+    else:
+        nvlink.why_not_sums = lambda *_: None  # so few tokens' sums go home beside down, too
+    layer, x = make_layer("nvlink", width=1024, schedule=schedule), draw(600, 1024).requires_grad_()
     layer(x).float().square().sum().backward()  # leaves numbers in the memory that the next one finds
     x.grad = None
     torch.cuda.synchronize()

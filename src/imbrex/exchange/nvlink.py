@@ -437,10 +437,11 @@ class NvlinkDispatcher(WiredDispatcher):
             return self.combine(rows_RD, weights_R, state, num_tokens, addend, out_TD)
 
         def work() -> Tensor:
-            added_TD = None if addend is None else addend().contiguous()
+            added_TD = None if addend is None else addend()
+            added_TD = None if added_TD is None else added_TD.contiguous()
             with self.observer.span("combine", layer=self.layer):
                 more = {"weighted": weights_R is not None, "addend": added_TD}
-                launch = partial(others_first, first=self.roles.first) if is_first else down_and_sums
+                launch = partial(others_first, first=self.roles.first or 0) if is_first else down_and_sums
                 launch(self._kernels(routed), rows_RD.contiguous(), routed, left, out_TD, **more)
             return out_TD
 
