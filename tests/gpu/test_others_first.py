@@ -61,7 +61,7 @@ def test_many_calls_with_delays_in_them() -> None:
 def test_movers_find_own_rows() -> None:
     """`beside` compares what they found (`own_rows`)."""
     case = replace(CASES["narrow"][0], width=1024)
-    forward = begin_rows(case, 256, make_exchange(case, "cuda"), SHARED, "cuda")
+    forward = begin_rows(case, 256, make_exchange(case, "cuda", timeout=10.0), SHARED, "cuda")
     assert len(beside(forward, sms=8)) == case.ranks
 
 
