@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from imbrex.contracts import Placement
-from imbrex.experts.experts import Experts
 from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.kernels.ffn.ffn import LeftProduct
 from imbrex.kernels.ffn.glue import COUNTERS, Groups
 from imbrex.kernels.fused.others_first import LESS_DEPTH, why_not_first
 from imbrex.kernels.gemm.tiling import SHARED, SMALL, Tiling
 from imbrex.kernels.structs import struct
-from imbrex.overlap.auto import FIRST, _first_of
 from imbrex.placement.layouts import contiguous
 from tests.emulated import kernel
 from tests.emulated.down_home import Forward, apart, begin, differences
@@ -158,12 +156,6 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nobody has looked" in str(why_not_first(make(own=False)))
     assert "read twice" in str(why_not_first(make(inner=LESS_DEPTH)))
     assert "other tiles" in str(why_not_first(left_product(monkeypatch, SMALL)()))
-
-
-def test_auto_tries_it_of_narrow_experts_only() -> None:
-    for inner, tried in ((LESS_DEPTH - 8, FIRST), (LESS_DEPTH, ())):
-        assert _first_of(Experts((0,), 64, inner, device="meta")) == tried
-    assert _first_of(torch.nn.Identity()) == ()  # pyright: ignore[reportArgumentType]
 
 
 FAULTS = {

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from imbrex.contracts import Experts, Output, Roles, Routing, RowExchange, Strategy
-from imbrex.experts.experts import Experts as Ours
-from imbrex.kernels.fused.others_first import LESS_DEPTH
 from imbrex.overlap.decision import FUSED, SERIAL, Decision, Gains, roles_as_json, roles_of_json
 from imbrex.overlap.fused import Fused, run_in_graph, why_not_exchange, why_not_experts
 from imbrex.overlap.pipelined import find, parameters_of
@@ -32,8 +30,6 @@ slowly than its GPU works."""
 ROLES = (Roles(stage=32, sums=8), Roles(stage=96, sums=24), Roles(stage=128, sums=32), Roles(dy=0))
 """Tried beside the default. The first number counts most in the forward, the second in the backward alone, so
 that four runs try four of each."""
-FIRST = Roles(first=12), Roles(first=20)
-"""Tried besides, of experts so narrow that their weights may be read twice."""
 
 
 class Auto:
@@ -135,13 +131,10 @@ class Auto:
         recalled = tuner.recall("fused", roles_of_json)
         if recalled.value is not None:
             return recalled.value
-        strategies = {roles: Fused(roles) for roles in (Roles(), *ROLES, *_first_of(layer[1]))}
+        strategies = {roles: Fused(roles) for roles in (Roles(), *ROLES)}
         seconds = compare(*layer, parameters_of(layer[1]), strategies, queued=True)
-        apart = {roles: both for roles, both in seconds.items() if roles.first == Roles().first}
-        stage, sums = (faster(apart, side, Roles()) for side in (0, 1))
-        others = {roles: both for roles, both in seconds.items() if roles == Roles() or roles not in apart}
-        first = faster(others, 0, Roles())
-        roles = Roles(stage=stage.stage, sums=sums.sums, dy=sums.dy, first=first.first)
+        stage, sums = (faster(seconds, side, Roles()) for side in (0, 1))
+        roles = Roles(stage=stage.stage, sums=sums.sums, dy=sums.dy)
         tuner.keep("fused", roles_as_json(roles, seconds))
         return roles
 
@@ -169,12 +162,6 @@ class Auto:
         if self.path is not None and exchange.geometry.rank == 0:
             profile.save(self.path, layer_of(exchange, experts, x_TD))
         return profile
-
-
-def _first_of(experts: Experts) -> tuple[Roles, ...]:
-    """Roles with others' rows first, where they can be. The same on all ranks, whose experts are alike."""
-    narrow = isinstance(experts, Ours) and experts.down_proj.shape[2] < LESS_DEPTH
-    return FIRST if narrow else ()
 
 
 Layer = tuple[RowExchange, Experts, Tensor, Routing]
