@@ -108,26 +108,31 @@ def test_the_loss_is_compared_seed_by_seed(apart: float, word: str, monkeypatch:
     assert "not decided" in aristos_training.find(Asked()).text()
 
 
-@pytest.mark.parametrize(("spread", "word"), [(0.01, "reached"), (0.03, "missed")])
-def test_a_loss_is_within_the_goal_where_its_error_is(
-    spread: float, word: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("mean", "spread", "words"),
+    [(0.0, 0.01, "reached too"), (0.0, 0.03, "reached not"), (0.02, 0.001, "missed not")],
+)
+def test_a_mean_loss_is_said_with_its_error(
+    mean: float, spread: float, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sixteen seeds, of which each parts by as much either way."""
+    """Ten seeds, of which each parts by as much either way from the mean."""
 
     def on_ranks(job: str, settings: Any, network: Any, **options: Any) -> Any:
         seed = settings["seed"]
         drops = {way: every > 0 for way, every in settings["ways"].items()}
-        nats = {way: 2.0 + seed + spread * (-1) ** seed * drops[way] for way in drops}
+        nats = {way: 2.0 + seed + (mean + spread * (-1) ** seed) * drops[way] for way in drops}
         runs = [trained(way, seed, nats[way], 9 * drops[way]) for way in drops]
         return runs, RanOn(network=network, why_not="as asked")
 
     monkeypatch.setattr(patience, "on_ranks", on_ranks)
     finding = aristos_loss.find(Asked(full=True))
     text = finding.text()
-    assert f"under 1 % dropped: {word}, +0.0000 nats in the mean over seeds" in text
-    assert f"0.90% dropped. A single seed parts by up to {spread:.4f}" in text
-    assert "8 of 16" in text
-    assert len(finding.rows) == 16 * len(aristos_loss.WAYS)
+    met, sure = words.split()
+    assert f"under 1 % dropped: {met}, {mean:+.4f} nats in the mean over seeds" in text
+    assert f"standard error of {spread / 3:.4f} {sure}, 0.90% dropped" in text
+    assert f"A single seed parts by up to {mean + spread:.4f}" in text
+    assert ("5 of 10" in text) == (mean < spread)
+    assert len(finding.rows) == 10 * len(aristos_loss.WAYS)
     assert "not decided" in aristos_loss.find(Asked()).text()
 
 
