@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import time
@@ -154,11 +155,19 @@ def test_tokens_are_chosen_over_the_heap(pool: Pool, world: int) -> None:
 
 
 def test_the_command_serves_the_demos_model(tmp_path: Path) -> None:
-    words = ["bench", "serve", "--device", "cpu", "--users", "2", "--rounds", "2", "--input", "3"]
-    words += ["--output", "3", "--chunk", "1x4", "--transport", "alltoall", "--drafts", "1", "--forced", "1"]
+    words = ["bench", "serve", "--device", "cpu", "--users", "2", "--rounds", "3", "--input", "3,9"]
+    words += ["--output", "3", "--chunk", "1x4", "--transport", "alltoall,gather-scatter", "--drafts", "1"]
+    words += ["--codec", "identity,int8", "--forced", "1", "--json", str(tmp_path / "rows.json")]
+    words += ["--report", str(tmp_path / "page.html")]
     printed = run_ranks(words, ranks=2, folder=tmp_path)
-    for word in ("demo, 2 ranks, 3 tokens in and 3 out", "alltoall", "1 (1 forced)", "random weights"):
+    for word in ("demo, 2 ranks, 3,9 tokens in and 3 out", "alltoall", "1 (1 forced)", "random weights"):
         assert word in printed
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    ways = ("alltoall", "alltoall int8", "gather-scatter")
+    assert [(row["impl"], row["case"]["input"]) for row in rows] == [(w, n) for w in ways for n in (3, 9)]
+    page = (tmp_path / "page.html").read_text()
+    for tokens in (3, 9):
+        assert f"Pareto curves: demo, {tokens} tokens in, 3 out" in page
 
 
 @pytest.mark.parametrize(
@@ -173,12 +182,19 @@ def test_the_command_serves_the_demos_model(tmp_path: Path) -> None:
         (["--drafts", "1", "--forced", "2"], "force at most as many"),
         (["--train", "2"], "--train 2: the demo's model is trained"),
         (["--json", "/nowhere/at/all.json"], "its folder is missing"),
-        (["--json", "/tmp"], "that is a folder"),
-        (["--report", "/tmp"], "that is a folder"),
+        (["--json", "/tmp"], "that is no file"),
+        (["--report", "/tmp"], "that is no file"),
+        (["--json", "/dev/full"], "that is no file"),
+        (["--report", "/dev/full"], "that is no file"),
         (["--json", __file__], "is no result file"),
         (["--drafts", "16"], "an answer has 16 tokens"),
         (["--forced", "1"], "nothing is drafted"),
         (["--interval", "0"], "--interval is 0"),
+        (["--interval", "99999999999999"], "a shorter --interval"),
+        (["--input", "8,0"], "--input is 8,0"),
+        (["--input", "-5"], "--input is -5"),
+        (["--codec", "identity,smoke"], "'smoke' is not known"),
+        (["--experts", "auto,none"], "implementation 'none'"),
         (["--users", "1000000000"], "give fewer --users"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 from torch import Tensor
 
 import imbrex
+from imbrex.bench.serve.command import points_of
+from imbrex.bench.serve.loop import Load
 from imbrex.bench.serve.training import train
 from imbrex.demo.corpus import Corpus
 from imbrex.serve.attention import Grouped, Latent, Span
@@ -176,6 +180,20 @@ def test_what_an_engine_cannot_be_made_of() -> None:
     model.draft = None
     with pytest.raises(ValueError, match="no block to draft with"):
         Steps(model, slots=1, capacity=8, drafting=Drafting(length=1))
+
+
+def test_the_caches_of_an_engine_go_before_the_next_ones_come() -> None:
+    """Without waiting for Python's collector: two engines' caches may not fit a GPU."""
+    engine = Engine(make(), Settings(slots=2, room=12, chunk=(1, 8)))
+    caches = weakref.ref(engine.steps)
+    loads = [Load(users=2, input=3, output=4)]
+    gc.disable()
+    try:
+        assert len(points_of(engine, loads, None)) == 1
+        del engine
+        assert caches() is None
+    finally:
+        gc.enable()
 
 
 def test_the_host_says_what_a_step_costs_it() -> None:

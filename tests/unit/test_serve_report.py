@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from imbrex.bench.serve import measured
-from imbrex.bench.serve.command import way_from_words
+from imbrex.bench.serve.command import ways_from_words
 from imbrex.bench.serve.report import curves, front, name_of, write_report
 from imbrex.reproduce import Asked, find, serving
 
@@ -59,9 +59,11 @@ def test_the_page_has_every_point_and_marks_the_front(tmp_path: Path) -> None:
 
 
 def test_rivals_are_not_named_after_codecs_and_experts_that_they_do_not_use() -> None:
-    args = argparse.Namespace(codec="int8", experts="loop")
-    named = [way_from_words(args, transport).name for transport in ("alltoall", "alone", "gather-scatter")]
-    assert named == ["alltoall int8 loop", "alone loop", "gather-scatter"]
+    args = argparse.Namespace(
+        transport="alltoall,alone,gather-scatter", codec="int8,identity", experts="loop"
+    )
+    named = [way.name for way in ways_from_words(args)]
+    assert named == ["alltoall int8 loop", "alltoall loop", "alone loop", "gather-scatter"]
 
 
 def test_a_page_has_a_section_for_every_load(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,10 @@ from imbrex.serve.engine import Engine, HostTime, Settings
 from imbrex.serve.model import Decoder
 
 QUESTION = "How many tokens a second does a GPU give, and a user see?"
-LISTS = ("users", "drafts", "interval")
+SMALLER = "give fewer --users, shorter requests, a shorter --interval or a smaller --model"
+SWEPT = ("drafts", "interval", "input")
+LISTS = ("users", *SWEPT)
+"""Options that take several numbers; an engine for all users, and one for each of the swept ones."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,10 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=int, metavar="W", help="local processes (one a GPU; 2 without)")
     ways = f"which to compare: auto, {', '.join(RIVALS)}, {ALONE}, or a transport (auto,{GATHER})"
     add("--transport", default=f"auto,{GATHER}", metavar="NAME,...", help=ways)
-    add("--codec", default="identity", metavar="NAME", help="how rows are written on the wire (identity)")
-    add("--experts", default="auto", metavar="NAME", help="which implementation computes the experts (auto)")
+    add("--codec", default="identity", metavar="NAME,...", help="how rows are written on the wire (identity)")
+    add("--experts", default="auto", metavar="NAME,...", help="which implementations of experts (auto)")
     add("--users", default="4", metavar="N,...", help="requests at once over all ranks, one or several (4)")
-    add("--input", type=int, default=24, metavar="N", help="tokens of a prompt (24)")
+    add("--input", default="24", metavar="N,...", help="tokens of a prompt (24)")
     add("--output", type=int, default=16, metavar="N", help="tokens of an answer (16)")
     add("--rounds", type=int, default=3, metavar="N", help="requests of a user, the first not counted (3)")
     add("--chunk", default="1x32", metavar="RxS", help="rows and tokens of a step of prompts (1x32)")
@@ -63,9 +67,7 @@ def run(args: argparse.Namespace) -> int:
     settle(args, worker=worker)
     check(args)
     if not worker:
-        check_memory(
-            args.ranks, held_bytes(args), "give fewer --users, shorter requests or a smaller --model"
-        )
+        check_memory(args.ranks, held_bytes(args), SMALLER)
     return run_on_ranks(args, ("bench", "serve"), partial(_measure, args), worker=worker)
 
 
@@ -76,7 +78,7 @@ def check(args: argparse.Namespace) -> None:
     from imbrex.runtime.waits import timeout_seconds
     from imbrex.transport import pick
 
-    for name, least in (("ranks", 1), ("input", 1), ("output", 1), ("rounds", 2)):
+    for name, least in (("ranks", 1), ("output", 1), ("rounds", 2)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name} is {getattr(args, name)}: give {least} or more")
     for name in LISTS:
@@ -97,8 +99,10 @@ def check(args: argparse.Namespace) -> None:
     for name in args.transport.split(","):
         if name not in (ALONE, *RIVALS):
             pick(name, num_ranks=args.ranks, top_k=config.moe.top_k)
-    make_wire(args.codec)
-    pick_implementation(args.experts)
+    for codec in args.codec.split(","):
+        make_wire(codec)
+    for experts in args.experts.split(","):
+        pick_implementation(experts)
     if args.forced is not None and not any(numbers(args, "drafts")):
         raise ValueError(f"--forced {args.forced:g}: nothing is drafted; give --drafts, or leave it out")
     args.timeout = timeout_seconds(args.timeout)
@@ -110,26 +114,30 @@ def _check_files(args: argparse.Namespace) -> None:
 
     for name in ("json", "report"):
         path = getattr(args, name)
-        if path:
-            check_folder(name, path)
-        if path and Path(path).is_dir():
-            raise ValueError(f"--{name} {path}: that is a folder; give a file")
+        if not path:
+            continue
+        check_folder(name, path)
+        # Of a pipe or a device nothing is read, and none is replaced.
+        if Path(path).exists() and not (Path(path).is_file() and os.access(path, os.W_OK)):
+            raise ValueError(f"--{name} {path}: that is no file that can be written; give another")
     if args.json:
         check_results(args.json, QUESTION)
 
 
 def held_bytes(args: argparse.Namespace) -> int:
     """Bytes of this machine's memory that the ranks hold together, at least: experts, embeddings and heads,
-    caches. On GPUs they are not this machine's."""
+    caches, tokens between two deliveries. On GPUs they are not this machine's."""
     if args.device == "cuda":
         return 0
     config = served_config(args.weights) if args.weights else MODELS[args.model]
     moe, itemsize = config.moe, DTYPES[args.dtype].itemsize
     experts = (config.num_layers + config.drafting) * moe.num_experts * 3 * moe.intermediate_size
     rows, chunk = _chunk(args)
-    tokens = max(*numbers(args, "users"), rows) * max(args.input + args.output, chunk)
+    slots = max(*numbers(args, "users"), rows)
+    cache = slots * max(max(numbers(args, "input")) + args.output, chunk) * config.cache_bytes(itemsize)
+    ring = slots * max(numbers(args, "interval")) * (1 + max(numbers(args, "drafts"))) * 8
     values = (experts + (args.ranks + 1) * config.vocabulary) * moe.hidden_size
-    return values * itemsize + tokens * config.cache_bytes(itemsize)
+    return values * itemsize + cache + ring
 
 
 def _check_training(args: argparse.Namespace) -> None:
@@ -162,64 +170,75 @@ def _measure(args: argparse.Namespace, rank: int, board: Any) -> None:
     os.environ["IMBREX_TIMEOUT_S"] = str(args.timeout)
     device = join(args)
     rows: list[dict[str, Any]] = []
-    for transport in args.transport.split(","):
-        way = way_from_words(args, transport)
+    for way in ways_from_words(args):
         board.write(f"serving {way.name}"[:32])
         rows += compare(args, way, device)
     if rank == 0:
         show(args, rows)
-        if args.report:
-            from imbrex.bench.serve.report import write_report
-
-            facts = {name: str(value) for name, value in rows[0]["case"].items() if name != "users"}
-            write_report(args.report, facts=facts, rows=rows)
         if args.json:
             from imbrex.bench.results import describe_run, write_results
 
             words = [w for w in words_of(args) if w not in ("--board", args.board)]
             command = shlex.join(["imbrex", "bench", "serve", *words])
             write_results(args.json, QUESTION, describe_run(command), rows)
+        if args.report:
+            from imbrex.bench.serve.report import write_report
+
+            facts = {name: str(rows[0]["case"][name]) for name in FACTS}
+            write_report(args.report, facts=facts, rows=rows)
     board.write("done")
     dist.barrier()
 
 
-def way_from_words(args: argparse.Namespace, transport: str) -> Way:
-    """A way under the words given; the rivals send rows as they are and compute experts themselves, and alone
-    nothing is sent."""
-    if transport in RIVALS:
-        return Way(transport=transport)
-    return Way(
-        transport=transport,
-        codec="identity" if transport == ALONE else args.codec,
-        experts=args.experts,
-    )
+def ways_from_words(args: argparse.Namespace) -> list[Way]:
+    """The ways under the words given; the rivals send rows as they are and compute experts themselves, and
+    alone nothing is sent."""
+    ways = list[Way]()
+    for transport in args.transport.split(","):
+        plain, alone = transport in RIVALS, transport == ALONE
+        codecs = ["identity"] if plain or alone else args.codec.split(",")
+        experts = ["auto"] if plain else args.experts.split(",")
+        ways += [Way(transport=transport, codec=c, experts=e) for c, e in product(codecs, experts)]
+    return ways
 
 
 def compare(args: argparse.Namespace, way: Way, device: torch.device) -> list[dict[str, Any]]:
-    """A row for every number of users, of drafts and of steps between deliveries."""
+    """A row for every number of users, of drafts, of steps between deliveries and of tokens in."""
     group = dist.group.WORLD
     assert group is not None
     model, text = _make(args, way, device, group)
     rows = []
-    for drafts in numbers(args, "drafts"):
-        for interval in numbers(args, "interval"):
-            settings = Settings(
-                slots=-(-max(numbers(args, "users")) // args.ranks),
-                room=args.input + args.output,
-                chunk=_chunk(args),
-                interval=interval,
-                drafting=Drafting(length=drafts, forced=args.forced if drafts else None),
-                graphs=way.captured,
-            )
-            engine = Engine(model, settings, group)
-            for users in numbers(args, "users"):
-                load = Load(users=users, input=args.input, output=args.output, rounds=args.rounds)
-                point = serve(engine, load, engine.host_group, text=text)
-                rows.append({"op": "serve", "impl": way.name, "case": case_of(args, load, settings)} | point)
+    for drafts, interval, tokens in product(
+        *(numbers(args, name) for name in ("drafts", "interval", "input"))
+    ):
+        settings = Settings(
+            slots=-(-max(numbers(args, "users")) // args.ranks),
+            room=tokens + args.output,
+            chunk=_chunk(args),
+            interval=interval,
+            drafting=Drafting(length=drafts, forced=args.forced if drafts else None),
+            graphs=way.captured,
+        )
+        loads = [
+            Load(users=users, input=tokens, output=args.output, rounds=args.rounds)
+            for users in numbers(args, "users")
+        ]
+        points = points_of(Engine(model, settings, group), loads, text)
+        for load, point in zip(loads, points, strict=True):
+            rows.append({"op": "serve", "impl": way.name, "case": case_of(args, load, settings)} | point)
     for module in model.modules():
         if isinstance(module, MoELayer):
             module.close()
     return rows
+
+
+def points_of(engine: Engine, loads: Sequence[Load], text: torch.Tensor | None) -> list[dict[str, Any]]:
+    """A point of every load. Nothing refers to the engine behind it, so that its caches and graphs go before
+    the next engine's come."""
+    points = [serve(engine, load, engine.host_group, text=text) for load in loads]
+    engine.programs.clear()
+    engine.answered = None
+    return points
 
 
 def _make(
@@ -227,7 +246,7 @@ def _make(
 ) -> tuple[Decoder, torch.Tensor | None]:
     """The model, and the text that prompts are cut from where it was trained."""
     drafts = max(numbers(args, "drafts"))
-    longest = args.input + args.output + max(_chunk(args)[1], 2 * drafts + 1)
+    longest = max(numbers(args, "input")) + args.output + max(_chunk(args)[1], 2 * drafts + 1)
     model = make_model(
         str(Path(args.weights).resolve()) if args.weights else args.model,
         way,
@@ -276,9 +295,8 @@ def show(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
     where = f"{about['count']} x {about['gpu']}" if args.device == "cuda" else f"{cores()} CPU cores"
     case = rows[0]["case"]
     weights = {"random": "random weights", "loaded": "its own weights"}.get(case["weights"])
-    title = (
-        f"{case['model']}, {args.ranks} ranks, {args.input} tokens in and {args.output} out, {args.dtype}, "
-    )
+    ranks = f"{args.ranks} rank{'s' * (args.ranks > 1)}"
+    title = f"{case['model']}, {ranks}, {args.input} tokens in and {args.output} out, {args.dtype}, "
     title += f"{weights or f'{args.train} steps of training'}, on {where}"
     table, host = Table(), Table(title=ABOUT_HOST, title_justify="left")
     for of, heads in ((table, HEADS), (host, HOST_HEADS)):
@@ -293,9 +311,11 @@ def show(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
     console.print(host)
 
 
-HEADS = ("", "users", "drafts", "tokens a step", "interval", "tokens/s a rank", "tokens/s a user")
+FACTS = ("model", "W", "dtype", "weights")
+"""What is alike in all rows of a run."""
+HEADS = ("", "users", "in", "drafts", "tokens a step", "interval", "tokens/s a rank", "tokens/s a user")
 HEADS += ("gap p50, p99 ms", "step ms")
-HOST_HEADS = ("", "users", "drafts", "interval", *HostTime.NAMES, "its own", "launches")
+HOST_HEADS = ("", "users", "in", "drafts", "interval", *HostTime.NAMES, "its own", "launches")
 ABOUT_HOST = "The host, us a step (agree: until the slowest rank is there); its own: without model and wait"
 
 
@@ -304,6 +324,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [
         row["impl"],
         str(case["users"]),
+        str(case["input"]),
         _drafts(case),
         f"{row['tokens_per_row_step']:.2f}",
         str(case["interval"]),
@@ -316,7 +337,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def _host_cells(row: dict[str, Any]) -> list[str]:
     case, host = row["case"], row["host_us"]
     own = sum(us for name, us in host.items() if name not in HostTime.OTHERS)
-    words = [row["impl"], str(case["users"]), _drafts(case), str(case["interval"])]
+    words = [row["impl"], *(str(case[name]) for name in ("users", "input"))]
+    words += [_drafts(case), str(case["interval"])]
     return [*words, *(f"{us:.0f}" for us in host.values()), f"{own:.0f}", f"{row['launches']:.1f}"]
 
 
