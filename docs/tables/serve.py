@@ -1,8 +1,8 @@
-"""The tables of serving: steps, drafts, chunks of prompts, choices, a loop beside its replay, curves."""
+"""The tables of serving: steps of decoding, their parts, steps that draft."""
 
 from __future__ import annotations
 
-from docs.tables.results import Row, Table, last_run, read, select
+from docs.tables.results import Row, Table, read, select
 
 WAYS = {
     "nvlink": "imbrex",
@@ -55,20 +55,11 @@ def steps() -> Table:
     return Table(head=[*head, "floor", "of the floor"], body=body, rows=used)
 
 
-def drafts() -> Table:
-    """Steps that draft, and what leaves of them."""
-    return _drafts(_run(), WAYS)
-
-
 def one_gpu_drafts() -> Table:
-    """The same of one GPU."""
-    return _drafts(_one(), ONE_GPU)
-
-
-def _drafts(run: list[Row], ways: dict[str, str]) -> Table:
+    """Steps of one GPU that draft, and what leaves of them."""
     head = ["way", "rows", "drafts", "forced", "step, ms", "tokens/s a GPU", "over none", "of the floor"]
     body, used = [], []
-    steps = select(run, op="decode step")
+    steps = select(_one(), op="decode step")
     for row in (r for r in steps if "drafts" in r["case"]):
         case = row["case"]
         plain = next(
@@ -78,73 +69,10 @@ def _drafts(run: list[Row], ways: dict[str, str]) -> Table:
         )
         gain = row["tokens_per_s_gpu"] / plain["tokens_per_s_gpu"]
         figures = [f"{row['median_us'] / 1e3:.1f}", row["tokens_per_s_gpu"], f"{gain:.2f}"]
-        chosen = [ways[row["impl"]], case["B"], case["drafts"], case["forced"]]
+        chosen = [ONE_GPU[row["impl"]], case["B"], case["drafts"], case["forced"]]
         body.append([*chosen, *figures, f"{row['times_floor']:.2f}"])
         used += [row, plain]
     return Table(head=head, body=body, rows=used)
-
-
-def chunks() -> Table:
-    """Chunks of prompts in ms."""
-    rows = [row for row in select(_run(), op="chunk") if "drafts" not in row["case"]]
-    ways = [way for way in WAYS if select(rows, impl=way)]
-    body = []
-    for ours in select(rows, impl="nvlink"):
-        beside = [select(rows, impl=way, case=ours["case"]) for way in ways]
-        times = [f"{of[0]['median_us'] / 1e3:.1f}" if of else "" for of in beside]
-        case = ours["case"]
-        body.append([NAMES[case["model"]], case["room"], case["context"], *times])
-    head = ["model", "room of a slot", "tokens before", *(WAYS[way] for way in ways)]
-    return Table(head=head, body=body, rows=rows)
-
-
-def choices() -> Table:
-    """From logits to tokens."""
-    rows = select(_run(), op="token choice")
-    tokens = sorted({row["case"]["T"] for row in rows})
-    names = {"heap": "one kernel", "all-reduce": "torch and NCCL", "argmax": "argmax alone"}
-    body = [
-        [name, *(select(rows, impl=impl, case={"T": t})[0]["median_us"] for t in tokens)]
-        for impl, name in names.items()
-    ]
-    return Table(
-        head=["us of 20 calls in a graph, each", *(f"{t} rows" for t in tokens)], body=body, rows=rows
-    )
-
-
-def loops() -> Table:
-    """A closed loop beside its replay."""
-    head = ["model", "tokens/s a GPU", "replayed", "tokens/s a user", "replayed", "without a step"]
-    head += ["the host's work a step"]
-    body = []
-    rows = select(_run(), op="serve")
-    for row in rows:
-        both = [
-            f"{value:.1f}"
-            for name in ("tokens_per_s_gpu", "tokens_per_s_user")
-            for value in (row[name], row["replayed"][name])
-        ]
-        busy = sum(us for name, us in row["host_us"].items() if name not in ("model", "wait"))
-        share = f"{100 * row['no_step_share']:.1f} %"
-        body.append([NAMES[row["case"]["model"]], *both, share, f"{busy / 1e3:.1f} ms"])
-    return Table(head=head, body=body, rows=rows)
-
-
-def pareto() -> Table:
-    """Replayed loops: a GPU's tokens a second, and a user's."""
-    rows = last_run(read("pareto"))
-    head = ["model", "in, out", "way", "drafts", "8 users a GPU", "32 users a GPU", "128 users a GPU"]
-    lines: dict[tuple, dict[int, str]] = {}
-    for row in rows:
-        case = row["case"]
-        load = f"{case['input']}, {case['output']}"
-        key = NAMES[case["model"]], load, WAYS[row["impl"]], case["drafts"]
-        figures = f"{row['tokens_per_s_gpu']:.0f}, {row['tokens_per_s_user']:.0f}"
-        lines.setdefault(key, {})[case["users"] // case["W"]] = figures
-    body = [[*key, *(of.get(users, "") for users in (8, 32, 128))] for key, of in lines.items()]
-    return Table(
-        head=head, body=sorted(body, key=lambda line: (line[0], int(line[1].split(",")[0]))), rows=rows
-    )
 
 
 def one_gpu() -> Table:
@@ -177,10 +105,6 @@ def parts() -> Table:
         for r in rows
     ]
     return Table(head=["model", "rows", *PARTS], body=body, rows=rows)
-
-
-def _run() -> list[Row]:
-    return last_run(read("serve"))
 
 
 def _one() -> list[Row]:

@@ -195,6 +195,7 @@ def test_the_command_serves_the_demos_model(tmp_path: Path) -> None:
         (["--input", "-5"], "--input is -5"),
         (["--codec", "identity,smoke"], "'smoke' is not known"),
         (["--experts", "auto,none"], "implementation 'none'"),
+        (["--experts", "kernels-fp8"], "--experts kernels-fp8: "),
         (["--users", "1000000000"], "give fewer --users"),
     ],
 )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.bench.serve.loop import Load, serve
-from imbrex.bench.serve.measured import LOADS, key_of, replayed
+from imbrex.bench.serve.measured import LOADS, about, newest_steps, replayed
 from imbrex.bench.serve.models import ALONE, Way, make_model
 from imbrex.bench.serve.report import curves, front, name_of
 from imbrex.layer import MoELayer
@@ -112,17 +112,10 @@ def _replayed_rows(loads: Sequence[tuple[int, int]]) -> tuple[list[dict[str, Any
     for path in (COMMITTED / name for name in FILES):
         if not path.exists():
             raise ValueError(f"reproduce: benchmarks/results/{path.name} is missing; run it in a checkout")
-        content, known = json.loads(path.read_text()), set[tuple[str, str, int]]()
-        for run in reversed(content["runs"]):
-            own = [
-                r for r in content["rows"] if r["run"] == run["id"] and r["op"] in ("decode step", "chunk")
-            ]
-            hardware = run["hardware"]
-            fresh = replayed([r for r in own if key_of(r) not in known], hardware["memory_gib"], loads)
-            if fresh:
-                known |= {key_of(row) for row in fresh}
-                rows += fresh
-                where.append(f"{hardware['count']} x {hardware['gpu']}, {run['commit']}, {run['date']}")
+        for run, steps in newest_steps(json.loads(path.read_text())):
+            fresh = replayed(steps, run["hardware"]["memory_gib"], loads)
+            rows += fresh
+            where += [about(run)] if fresh else []
     return rows, where
 
 

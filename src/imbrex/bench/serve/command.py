@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import product
@@ -102,7 +103,12 @@ def check(args: argparse.Namespace) -> None:
     for codec in args.codec.split(","):
         make_wire(codec)
     for experts in args.experts.split(","):
-        pick_implementation(experts)
+        # Refused, not replaced: rows are named after it.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found, reason = pick_implementation(experts)
+        if experts not in ("auto", found):
+            raise ValueError(f"--experts {experts}: {reason}; leave it out")
     if args.forced is not None and not any(numbers(args, "drafts")):
         raise ValueError(f"--forced {args.forced:g}: nothing is drafted; give --drafts, or leave it out")
     args.timeout = timeout_seconds(args.timeout)

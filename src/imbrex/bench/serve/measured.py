@@ -27,6 +27,28 @@ def key_of(row: Row) -> tuple[str, str, int]:
     return row["case"]["model"], row["impl"], row["case"].get("drafts", 0)
 
 
+def newest_steps(content: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], list[Row]]]:
+    """Runs of a result file with their steps and chunks: those of every model, way and draft length, of the
+    newest run that has both."""
+    known, found = set[tuple[str, str, int]](), list[tuple[Mapping[str, Any], list[Row]]]()
+    for run in reversed(content["runs"]):
+        of_op: dict[str, list[Row]] = {"decode step": [], "chunk": []}
+        for row in content["rows"]:
+            if row["run"] == run["id"] and row["op"] in of_op:
+                of_op[row["op"]].append(row)
+        steps, chunks = ({key_of(row) for row in rows} for rows in of_op.values())
+        fresh = (steps & chunks) - known
+        if fresh:
+            known |= fresh
+            found.append((run, [r for rows in of_op.values() for r in rows if key_of(r) in fresh]))
+    return found
+
+
+def about(run: Mapping[str, Any]) -> str:
+    """What and when a run was."""
+    return f"{run['hardware']['count']} x {run['hardware']['gpu']}, {run['commit']}, {run['date']}"
+
+
 def step_times(rows: Iterable[Row], model: str, way: str, drafts: int = 0) -> StepTimes:
     """The times of a way with so many drafts a step. Raises ValueError where there are none."""
     by_room = isinstance(MODELS[model].attention, Latent)
