@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -39,6 +41,29 @@ def test_a_token_can_be_taken_back() -> None:
     decoding.rewind()
     assert torch.equal(decoding.step(torch.tensor([6])), truth)
     assert not torch.equal(other, truth)
+
+
+@pytest.mark.parametrize(
+    ("ids", "wanted", "said"),
+    [
+        ([[1, 32]], 2, "tokens from 1 to 32; give whole numbers from 0 to 31"),
+        ([[-1, 3]], 2, "tokens from -1 to 3"),
+        ([[1.0, 2.0]], 2, "prompts of torch.float32"),
+        ([1, 2], 2, r"prompts of shape \(2,\)"),
+        ([[]], 2, r"prompts of shape \(1, 0\)"),
+        ([[1, 2]], 0, "0 tokens behind 2"),
+        ([[1, 2]], 1.5, "1.5 tokens behind 2"),
+        ([[1, 2]], None, "None tokens behind 2"),
+    ],
+)
+def test_wrong_prompts_are_refused_and_the_next_are_answered(
+    ids: Any, wanted: Any, said: str
+) -> None:
+    decoding = imbrex.capture(make("qwen3_moe"), batch=1, length=6)
+    truth = decoding.generate(torch.tensor([[3, 4]]), max_new_tokens=3)
+    with pytest.raises(ValueError, match=said):
+        decoding.generate(torch.tensor(ids), max_new_tokens=wanted)
+    assert torch.equal(decoding.generate(torch.tensor([[3, 4]]), max_new_tokens=3), truth)
 
 
 def test_what_cannot_be_captured_is_refused_with_a_reason() -> None:

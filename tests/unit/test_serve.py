@@ -6,6 +6,7 @@ import gc
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -169,6 +170,13 @@ def test_what_is_no_request_is_refused_between_others(prompt: Any, wanted: Any, 
         engine.step()
     assert said in str(bad.refused)
     assert [len(answer.tokens) for answer in good] == [4, 4, 4]
+
+
+def test_whole_numbers_of_numpy_are_tokens() -> None:
+    engine = Engine(make(), Settings(slots=1, room=12, chunk=(1, 8)))
+    answer = engine.submit(Request(prompt=list(np.array([1, 2])), max_tokens=np.int32(3)))  # type: ignore[arg-type]
+    engine.run()
+    assert answer.tokens == greedy(engine.model, [1, 2], 3)
 
 
 def test_what_an_engine_cannot_be_made_of() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from imbrex.layer import MoELayer
 from imbrex.runtime import waits
 from imbrex.serve.decoding import Captured
+from imbrex.serve.request import is_whole
 from imbrex.transport.groups import hosts_of
 
 
@@ -89,12 +90,11 @@ class Decoding:
 
     @torch.no_grad()
     def start(self, input_ids: Tensor) -> Tensor:
-        """Run prompts [B, S] from the beginning; the logits [B, V] behind their last tokens. Not recorded."""
-        if tuple(input_ids.shape[:1]) != (self.batch,) or not 0 < input_ids.shape[1] < self.length:
-            raise ValueError(
-                f"capture: prompts of shape {tuple(input_ids.shape)}; give [{self.batch}, S] with S below "
-                f"{self.length}, the room of the cache"
-            )
+        """Run prompts [B, S] from the beginning; the logits [B, V] behind their last tokens. Not recorded.
+        Raises ValueError for what is no such prompts: a GPU would end the process for a wrong id."""
+        reason = self._why_not_prompts(input_ids)
+        if reason is not None:
+            raise ValueError(f"capture: {reason}")
         self._reset()
         size = input_ids.shape[1]
         model: Any = self.model
@@ -120,10 +120,11 @@ class Decoding:
 
     def generate(self, input_ids: Tensor, *, max_new_tokens: int) -> Tensor:
         """Greedy answers [B, max_new_tokens] on the device. Ranks may want different numbers."""
-        if not 0 < max_new_tokens <= self.length - input_ids.shape[1]:
+        size = input_ids.shape[-1]
+        if not is_whole(max_new_tokens) or not 0 < max_new_tokens <= self.length - size:
             raise ValueError(
-                f"capture: {max_new_tokens} tokens behind {input_ids.shape[1]}, with room for {self.length}; "
-                "ask for fewer, or capture with a larger length"
+                f"capture: {max_new_tokens!r} tokens behind {size}, with room for {self.length}; ask for a "
+                "whole number of at least 1 and no more than fit, or capture with a larger length"
             )
         longest = self._agree(max_new_tokens)
         answer = [self.start(input_ids).argmax(-1)]
@@ -144,6 +145,23 @@ class Decoding:
         self.position_1.sub_(1)
         for layer in self.cache.layers:
             layer.cumulative_length.sub_(1)
+
+    def _why_not_prompts(self, input_ids: Tensor) -> str | None:
+        """Why these are no prompts to start with, or `None`."""
+        shape = tuple(input_ids.shape)
+        if len(shape) != 2 or shape[0] != self.batch or not 0 < shape[1] < self.length:
+            return (
+                f"prompts of shape {shape}; give [{self.batch}, S] with S below {self.length}, the room of "
+                "the cache"
+            )
+        if input_ids.dtype not in (torch.int64, torch.int32):
+            return f"prompts of {input_ids.dtype}; give tokens as int64"
+        # host sync: a wrong id is told before the device reads behind the embeddings
+        least, most = (int(end) for end in input_ids.aminmax())
+        vocabulary = self.logits_BV.shape[1]
+        if least < 0 or most >= vocabulary:
+            return f"tokens from {least} to {most}; give whole numbers from 0 to {vocabulary - 1}"
+        return None
 
     def _agree(self, steps: int) -> int:
         """The most steps that a rank wants."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,5 +58,5 @@ def why_not_request(request: Request, *, vocabulary: int, room: int) -> str | No
 
 
 def is_whole(value: object) -> bool:
-    """Whether a value is a whole number, which `True` is not."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    """Whether a value is a whole number, numpy's included, which `True` is not."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
