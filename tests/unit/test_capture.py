@@ -56,9 +56,7 @@ def test_a_token_can_be_taken_back() -> None:
         ([[1, 2]], None, "None tokens behind 2"),
     ],
 )
-def test_wrong_prompts_are_refused_and_the_next_are_answered(
-    ids: Any, wanted: Any, said: str
-) -> None:
+def test_wrong_prompts_are_refused_and_the_next_are_answered(ids: Any, wanted: Any, said: str) -> None:
     decoding = imbrex.capture(make("qwen3_moe"), batch=1, length=6)
     truth = decoding.generate(torch.tensor([[3, 4]]), max_new_tokens=3)
     with pytest.raises(ValueError, match=said):

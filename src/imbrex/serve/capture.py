@@ -157,10 +157,10 @@ class Decoding:
         if input_ids.dtype not in (torch.int64, torch.int32):
             return f"prompts of {input_ids.dtype}; give tokens as int64"
         # host sync: a wrong id is told before the device reads behind the embeddings
-        least, most = (int(end) for end in input_ids.aminmax())
+        least, largest = (int(end) for end in input_ids.aminmax())
         vocabulary = self.logits_BV.shape[1]
-        if least < 0 or most >= vocabulary:
-            return f"tokens from {least} to {most}; give whole numbers from 0 to {vocabulary - 1}"
+        if least < 0 or largest >= vocabulary:
+            return f"tokens from {least} to {largest}; give whole numbers from 0 to {vocabulary - 1}"
         return None
 
     def _agree(self, steps: int) -> int:

@@ -106,8 +106,8 @@ def check(args: argparse.Namespace) -> None:
         # Refused, not replaced: rows are named after it.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found, reason = pick_implementation(experts)
-        if experts not in ("auto", found):
+            chosen, reason = pick_implementation(experts)
+        if experts not in ("auto", chosen):
             raise ValueError(f"--experts {experts}: {reason}; leave it out")
     if args.forced is not None and not any(numbers(args, "drafts")):
         raise ValueError(f"--forced {args.forced:g}: nothing is drafted; give --drafts, or leave it out")
@@ -318,7 +318,7 @@ def show(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
 
 
 FACTS = ("model", "W", "dtype", "weights")
-"""What is alike in all rows of a run."""
+"""The settings that are alike in all rows of a run."""
 HEADS = ("", "users", "in", "drafts", "tokens a step", "interval", "tokens/s a rank", "tokens/s a user")
 HEADS += ("gap p50, p99 ms", "step ms")
 HOST_HEADS = ("", "users", "in", "drafts", "interval", *HostTime.NAMES, "its own", "launches")

@@ -30,7 +30,7 @@ def key_of(row: Row) -> tuple[str, str, int]:
 def newest_steps(content: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], list[Row]]]:
     """Runs of a result file with their steps and chunks: those of every model, way and draft length, of the
     newest run that has both."""
-    known, found = set[tuple[str, str, int]](), list[tuple[Mapping[str, Any], list[Row]]]()
+    known, runs = set[tuple[str, str, int]](), list[tuple[Mapping[str, Any], list[Row]]]()
     for run in reversed(content["runs"]):
         of_op: dict[str, list[Row]] = {"decode step": [], "chunk": []}
         for row in content["rows"]:
@@ -40,12 +40,12 @@ def newest_steps(content: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], li
         fresh = (steps & chunks) - known
         if fresh:
             known |= fresh
-            found.append((run, [r for rows in of_op.values() for r in rows if key_of(r) in fresh]))
-    return found
+            runs.append((run, [r for rows in of_op.values() for r in rows if key_of(r) in fresh]))
+    return runs
 
 
 def about(run: Mapping[str, Any]) -> str:
-    """What and when a run was."""
+    """The GPUs, revision and date of a run."""
     return f"{run['hardware']['count']} x {run['hardware']['gpu']}, {run['commit']}, {run['date']}"
 
 
