@@ -541,6 +541,7 @@ def test_the_plan_writes_the_homes_of_experts(tmp_path: Path, capsys: pytest.Cap
     ep = json.loads((tmp_path / "plan.json").read_text())["plan"]["layout"]["ep"]
     assert ep > 1
     assert f"placement: {out}: 3 layers, 20 slots on {ep} ranks" in said
+    assert "in the recorded iterations: 0." in said
     history = read_history(stats)
     homes = read_plan(out, ep, 16).placements
     for layer in history.layers:

@@ -90,7 +90,8 @@ def _write_placement(path: str, history: LoadHistory, layout: Layout) -> None:
     write_plan(path, BalancePlan(placements=placements))
     print(
         f"placement: {path}: {len(placements)} layers, {slots} slots on {layout.ep} ranks; fullest rank "
-        f"above the mean, balanced split: {describe(history, placements, 'balanced')}"
+        f"above the mean, balanced split, in the recorded iterations: "
+        f"{describe(history, placements, 'balanced')}"
     )
 
 
