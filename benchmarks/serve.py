@@ -369,13 +369,13 @@ class Run:
 
     def model(self, name: str) -> None:
         """Every way of a model, over the parameters of the first."""
-        sweep, base = self.sweeps[name], None
+        sweep, base, model = self.sweeps[name], None, None
         for way in self.args.way or sweep.ways:
             if self.stages.past(self.args.until):
                 self.stages.over(f"{name} {way} is left out")
                 continue
             if base is None or way == ALONE:
-                base = None
+                base = model = None  # one whole model and a spread one may not fit
                 gc.collect()
                 torch.cuda.empty_cache()
                 model = self.make(name, way)

@@ -51,6 +51,22 @@ def test_similarity_of_known_loads(tmp_path: Path) -> None:
     assert "The slides' order holds" in found.verdict[0]
 
 
+def test_an_order_is_claimed_where_there_is_one(tmp_path: Path) -> None:
+    """Requests that are all the same; and one whose iterations differ while requests end alike."""
+    alike = write_trace(tmp_path / "alike.npz", (0, 1), (0, 1), (0, 1), batches=4)
+    assert "It is no clear order: " in find("trtllm-load-similarity", alike).verdict[0]
+    ids = np.concatenate([np.tile(of, (BATCH, 1)) for of in ((0, 1), (0, 1), (2, 3), (0, 1)) * 2])
+    lens = np.full(2, 4 * BATCH, dtype=np.int64)
+    np.savez(tmp_path / "reverse.npz", words_ids=ids[None].astype(np.int16), words_lens=lens)
+    found = find("trtllm-load-similarity", Asked(data=(str(tmp_path / "reverse.npz"),)))
+    assert "the reverse of the slides' order: neighbours are the more alike in 0% of" in found.verdict[0]
+
+
+def test_requests_too_short_to_compare_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no neighbours of a request to compare"):
+        find("trtllm-load-similarity", write_trace(tmp_path / "short.npz", (0, 1), (0, 2), batches=1))
+
+
 def test_traces_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "text.npz").write_text("no archive")
     np.savez(tmp_path / "other.npz", x=np.zeros(3))
