@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import imbrex
-from imbrex.bench.serve.models import ALONE, GATHER, TRANSFORMERS, Way, make_beside, make_moe
+from imbrex.bench.serve.models import ALONE, GATHER, TRANSFORMERS, Way, make_beside, make_moe, takes_graphs
 from imbrex.cli import main
 from imbrex.kernels.rows.keys import TokenChoice
 from imbrex.serve.attention import Grouped
@@ -84,6 +84,18 @@ def test_tokens_are_those_of_one_rank(pool: Pool) -> None:
     for transport, drafts in (("alltoall", 0), (GATHER, 0), (TRANSFORMERS, 0), ("alltoall", 3)):
         assert pool.run(4, answers, transport, drafts) == truth
     assert pool.run(4, answers_beside) == truth
+
+
+def in_graphs(ranks: Ranks, transport: str) -> bool:
+    way = Way(transport=transport)
+    return takes_graphs(make(way, ranks), way)
+
+
+def test_graphs_take_what_asks_no_host(pool: Pool) -> None:
+    """`auto` takes a byte transport over gloo, as it does among GPUs that do not reach each other."""
+    taken = {name: pool.run(2, in_graphs, name) for name in ("auto", "alltoall", ALONE, GATHER)}
+    assert taken == {"auto": [False] * 2, "alltoall": [False] * 2, ALONE: [True] * 2, GATHER: [True] * 2}
+    assert pool.run(1, in_graphs, "auto") == [True]
 
 
 def lost(ranks: Ranks) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from imbrex.bench.serve.loop import Load, serve
-from imbrex.bench.serve.models import ALONE, DTYPES, GATHER, MODELS, RIVALS, Way, make_model
+from imbrex.bench.serve.models import ALONE, DTYPES, GATHER, MODELS, RIVALS, Way, make_model, takes_graphs
 from imbrex.bench.serve.training import LENGTH, train
 from imbrex.launch.local import is_worker
 from imbrex.launch.memory import check_memory
@@ -223,7 +223,7 @@ def compare(args: argparse.Namespace, way: Way, device: torch.device) -> list[di
             chunk=_chunk(args),
             interval=interval,
             drafting=Drafting(length=drafts, forced=args.forced if drafts else None),
-            graphs=way.captured,
+            graphs=takes_graphs(model, way),
         )
         loads = [
             Load(users=users, input=tokens, output=args.output, rounds=args.rounds)

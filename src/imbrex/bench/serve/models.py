@@ -92,8 +92,17 @@ class Way:
 
     @property
     def captured(self) -> bool:
-        """Whether a CUDA graph takes it on a GPU: byte transports ask the host for counts."""
+        """Whether a CUDA graph takes it on GPUs that reach each other: byte transports ask the host for
+        counts."""
         return self.transport in ("auto", "nvlink", ALONE, *RIVALS)
+
+
+def takes_graphs(model: nn.Module, way: Way) -> bool:
+    """Whether CUDA graphs take a model by a way: `auto` may have chosen a transport that they do not."""
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    return way.captured and all(
+        layer.ranks.size == 1 or layer.exchange.transport.name == "nvlink" for layer in layers
+    )
 
 
 def make_moe(
