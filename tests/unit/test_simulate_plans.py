@@ -267,6 +267,16 @@ def test_what_nobody_asked_for_says_what_it_would_change() -> None:
     assert first.layout == coded.layout
 
 
+def test_a_rank_alone_has_the_fewest_parts() -> None:
+    """Three ranks of four small experts and one token: as fast alone as over NVLink, and nothing moves."""
+    small = Shape(width=64, inner=64, experts=4, top_k=4)
+    best, *others = choose(Request(shape=small, ranks=3, tokens=1, mode="forward"), world(3, 3))
+    assert best.layout.group == 1
+    over = next(p for p in others if p.layout == Layout(ep=3, transport="nvlink"))
+    assert over.seconds < best.seconds * 1.02
+    assert over.why_not == "0.0% slower"
+
+
 def test_memory_is_the_fullest_rank_s() -> None:
     """By Zipf's law an eighth of all choices fall on one expert: its rank keeps 16 times the mean's rows."""
     request = Request(shape=DEEPSEEK, ranks=128, tokens=4096, mode="train", layers=58)

@@ -301,14 +301,14 @@ def _loads(request: Request, world: World, layout: Layout, drawn: dict[tuple[int
 
 
 def _complexity(layout: Layout) -> tuple[int, ...]:
-    """Few moving parts first: no codec, no chunks, no replicas, no tensor ranks."""
+    """Few moving parts first: no codec, no chunks, no replicas, no tensor ranks, nothing to move."""
     return (
         layout.codec != "identity",
         run.parse_schedule(layout.schedule)[1],
         layout.schedule != "serial",
         layout.replicas,
         layout.tp,
-        TRANSPORTS.index(layout.transport),
+        TRANSPORTS.index(layout.transport) if layout.group > 1 else -1,
     )
 
 
