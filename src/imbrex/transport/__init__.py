@@ -1,4 +1,4 @@
-"""How rows move. A new transport is one file that keeps the `Transport` contract, and one line below."""
+"""How rows move. A new transport is one file that implements the `Transport` contract, and one line below."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ TRANSPORTS: dict[str, Callable[..., Backend]] = {
     "hierarchical": Hierarchical,
     "tiered": Tiers,
 }
-"""Makers of the transports, and of `Nvlink` and `Tiers`, by name."""
+"""Makers of the backends, by name: transports, `Nvlink` and `Tiers`."""
 
 TWO_TIERS = ("1dh", "2dh", "pipe", "sequential", "hierarchical", "tiered")
 
 BROADCAST_FROM = 0.8
-"""Share of ranks a token wants from which sending it to all of them costs less than sorting out which."""
+"""The share of ranks that a token goes to from which sending it to all of them is cheaper."""
 
 
 def pick(name: str, *, num_ranks: int, top_k: int) -> tuple[str, str]:
-    """The transport for `name` and why. `auto` never picks `allreduce`: only the user knows that the tokens
-    are the same on every rank."""
+    """The name of the transport for `name`, and the reason. `auto` never picks `allreduce`: only the user
+    knows that the tokens are the same on every rank."""
     if name != "auto":
         if name not in TRANSPORTS:
             known = ", ".join(TRANSPORTS)
@@ -70,10 +70,10 @@ def make(
     not_nvlink: str | None = None,
     row_bytes: int = 8192,
 ) -> tuple[Backend, str]:
-    """The transport, or the kernels' `Nvlink`, built on `group`, and the reason for the choice.
+    """The backend, built on `group`, and the reason for the choice.
 
-    not_nvlink: why `auto` may not pick `nvlink`, where it may not. row_bytes: of a row, for the costs of
-    transports on several nodes.
+    not_nvlink: why `auto` may not pick `nvlink`; `None` if it may. row_bytes: bytes of a row, to estimate the
+    costs of transports on several nodes.
     """
     automatic = Auto() if isinstance(transport, str) and transport == "auto" else transport
     if not isinstance(automatic, str | Auto):
@@ -94,7 +94,7 @@ def make(
         nvlink, why_not = Nvlink.of_or_reason(group, timeout=timeout)
         if nvlink is not None:
             return nvlink, "bfloat16 tokens on GPUs of one host that reach each other's memory"
-    # Nobody on CPUs waits for NVLink.
+    # On CPUs nobody expects NVLink.
     missed = f"; not nvlink: {why_not}" if "nccl" in str(dist.get_backend(group)) else ""
     if nodes is None:
         return TRANSPORTS[name](group, timeout=timeout), reason + missed

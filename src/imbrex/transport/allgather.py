@@ -1,4 +1,4 @@
-"""AllGather out, ReduceScatter back: every token goes to every rank, wanted there or not."""
+"""AllGather out, ReduceScatter back: every token goes to every rank, needed there or not."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class AllGather(AllToAll):
     """Sends every token to every rank; partial sums come back. TensorRT-LLM's second mode (slides, "AllGather
     + ReduceScatter").
 
-    The ReduceScatter is made of its direct algorithm: every rank sends every other its partial sums, and
-    each adds what it gets in rank order. It moves the same bytes as a library's, lets partial sums be
-    encoded, and gives the same bits on every run. Bytes sent: T rows to every other rank, each way. It
-    costs more than `alltoall` by 1 / P(a token wants a given rank): 11 % at k = 8 on 4 ranks.
+    The ReduceScatter is the direct algorithm: every rank sends every other its partial sums, and adds those
+    that it receives in rank order. It moves as many bytes as a library's, can carry encoded sums, and gives
+    the same bits on every run. Bytes sent: T rows to every other rank, each way. That is 1 / P(a token goes
+    to a given rank) times those of `alltoall`: 11 % more at k = 8 on 4 ranks.
     """
 
     name = "allgather"

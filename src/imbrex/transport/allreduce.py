@@ -1,4 +1,5 @@
-"""Tokens that are the same on every rank: each computes its own experts' rows, one AllReduce sums."""
+"""AllReduce: the tokens are the same on every rank, each computes its experts' rows, and the outputs are
+summed."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ class AllReduce(BytesTransport):
     """Sums the outputs of ranks that have the same tokens, as under tensor-parallel attention. TensorRT-LLM's
     first mode (slides, "AllReduce").
 
-    Nothing moves on the way out. The loss counts once, not once a rank: the backward sums dx and the routing
-    weights' gradients over ranks, so every rank holds the whole gradient of what it holds.
+    Nothing moves on the way out. The loss counts once, not once a rank: the backward sums dx and the
+    gradients of the routing weights over ranks, so that every rank has complete gradients.
     """
 
     name = "allreduce"
@@ -46,9 +47,9 @@ class AllReduce(BytesTransport):
         """The sum over ranks where rows cross encoded: ReduceScatter, then AllGather. Float32 [T, D], the
         same bits on every rank.
 
-        Every rank decodes and adds an equal part of the tokens in rank order, its own partial sums as they
-        are, and encodes the sums: W roundings a value, W - 1 of partial sums and one of their sum. Bytes sent
-        by a rank: 2 T (W - 1) / W encoded rows, as a ring AllReduce.
+        Every rank takes an equal part of the tokens, decodes the others' partial sums, adds them in rank
+        order with its own, unencoded, and encodes the result: W roundings a value, W - 1 of partial sums and
+        one of their sum. A rank sends 2 T (W - 1) / W encoded rows, as in a ring AllReduce.
         """
         if self.world_size == 1:
             return partial_TD

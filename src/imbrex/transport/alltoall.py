@@ -16,27 +16,27 @@ from imbrex.transport.base import BytesTransport
 from imbrex.transport.collective import Done, InFlight, Message, Posted
 
 TAG = 1 << 30 | 3 << 16 | 0xFFFF
-"""Tells an all-to-all's messages from those of steps and of tiers, whose low bits differ. Those of several
-between two ranks match in the order of the calls, as a group's collectives do."""
+"""The tag of an all-to-all's messages; those of steps and of tiers have other low bits. Messages of several
+all-to-alls between two ranks match in the order of the calls, as a group's collectives do."""
 FEW_BYTES = 1 << 16
-"""Up to so many from any rank to any other, gloo's own all-to-all is quicker than our messages, at rest and
-on busy cores. A thread that posts messages itself holds a connection's lock while it writes; if it computed
-before, the thread that it wakes takes its core, and asks for that lock again and again for a time slice (4 ms
-in one crossing of seven). gloo's own is posted by a thread that has slept."""
+"""The most bytes from one rank to another for which gloo's own all-to-all is faster than our messages, on
+idle and on busy cores. A thread that posts messages holds a connection's lock while it writes. If it computed
+before, the thread that it wakes takes its core and spins on that lock for a time slice (4 ms in one crossing
+of seven). gloo's own all-to-all is posted by a thread that has slept."""
 
 
 class AllToAll(BytesTransport):
-    """Sends a token once to every rank that it wants: an uneven all-to-all each way. TensorRT-LLM's third
+    """Sends a token once to every rank that it goes to: an uneven all-to-all each way. TensorRT-LLM's third
     mode (slides, "AlltoAllv").
 
-    Bytes sent: a row for every (token, other rank) pair that is wanted, each way.
+    Bytes sent: a row for every token and other rank that it goes to, each way.
     """
 
     name = "alltoall"
     few_bytes = FEW_BYTES
 
     def plan(self, wanted: Sequence[Tensor], rows: Sequence[Tensor] | None) -> list[Traffic]:
-        """Hops: the most rows of any rank for another, int64 [1], which all ranks know and so agree upon."""
+        """Plans whose hops are the most rows that any rank sends another, int64 [1]: all ranks know it."""
         rows = self.sizes_of(wanted) if rows is None else rows
         traffics = super().plan(wanted, rows)
         if not self._asks_for_few:
@@ -69,7 +69,7 @@ class AllToAll(BytesTransport):
         return self.scatter_at_once if self.is_few(traffic, rows.shape[1]) else self.scatter_rows
 
     def scatter_rows(self, phase: str, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
-        """Rows by destination rank, `send[r]` of them to rank r; returns rows by source rank."""
+        """Send rows, ordered by destination, `send[r]` of them to rank r; gives rows by source rank."""
         if self.world_size == 1:
             return Done(rows)
         if self.groups_messages:
@@ -89,11 +89,11 @@ class AllToAll(BytesTransport):
         return rows.new_empty(sum(receive), rows.shape[1])
 
     def _post_rows(self, phase: str, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
-        """Scatter rows by messages over gloo, the places for what comes first.
+        """Scatter rows by messages over gloo, with the receives posted first.
 
-        gloo's own all-to-all sends before it says where rows may be written, so this word of the rank that
-        begins later waits behind its rows, and the two directions of a link take turns: 2.1 MB each way over
-        1 Gb/s took 31 ms in one call of three, where the link needs 17.
+        gloo's own all-to-all sends before it posts its receives. The later of two ranks then announces its
+        receive behind its own rows, and the two directions of a link take turns: 2.1 MB each way over 1 Gb/s
+        took 31 ms in one call of three, where the link needs 17.
         """
         out = self._room_for(rows, receive)
         places, blocks = out.split(list(receive)), rows.split(list(send))

@@ -1,4 +1,4 @@
-"""The transport by a short measurement of the network, where the ranks are on several nodes."""
+"""The choice of a transport for ranks on several nodes, by a short measurement of the network."""
 
 from __future__ import annotations
 
@@ -46,15 +46,14 @@ class Auto:
         self.tokens, self.ranks_per_node = tokens, ranks_per_node
 
     def nodes(self, group: dist.ProcessGroup) -> Nodes | None:
-        """The nodes of a group whose ranks are on several, else None. Ranks that do not divide into nodes are
-        left to transports that do not ask. Collective."""
+        """The nodes of a group, `None` if they are one or do not all have as many ranks. Collective."""
         nodes = Nodes.of_ranks(Collective(group), self.ranks_per_node)
         return nodes if nodes is not None and nodes.num_nodes > 1 else None
 
     def pick(
         self, group: dist.ProcessGroup, nodes: Nodes, load: Load, timeout: float | None
     ) -> tuple[str, str]:
-        """The transport that is predicted to end first, and why. Collective."""
+        """The transport that is predicted to be fastest, and the reason. Collective."""
         network = self.network(Collective(group, timeout=timeout), group, nodes)
         (name, seconds), (second, later), *_ = fastest(network, load)
         shape = f"{nodes.num_nodes} nodes of {nodes.size}"
@@ -62,8 +61,8 @@ class Auto:
         return name, f"by profile, {sentence}, for {load.tokens} tokens, top-{load.top_k}, on {shape}"
 
     def network(self, collective: Collective, group: dist.ProcessGroup, nodes: Nodes) -> Network:
-        """The network from the file, from an earlier layer of the group, or measured; the same on every rank.
-        Raises ValueError, on every rank, where the first could not write the file."""
+        """The network: from the file, from an earlier layer of the group, or measured. Same on every rank.
+        Raises ValueError, on every rank, if the first could not write the file."""
         if self.path is not None:
             words_L = words(self.path.exists(), self.path.parent.is_dir())
             words_WL = collective.exchange_counts(words_L)
@@ -80,8 +79,9 @@ class Auto:
 
 
 def measure(collective: Collective, nodes: Nodes) -> Network:
-    """Every rank to all others of its node at once, then to its counterparts on the other nodes. Collective;
-    the shortest of several times of the slowest rank, since what else a machine does only adds."""
+    """Measure the links inside a node, every rank to all others at once, then between nodes, every rank to
+    its counterparts. Collective. The result is the shortest of several times of the slowest rank: other work
+    on a machine only adds to a time."""
     node, local = divmod(collective.rank, nodes.size)
     inside = [nodes.rank(node, place) for place in range(nodes.size) if place != local]
     across = [nodes.rank(n, local) for n in range(nodes.num_nodes) if n != node]
@@ -91,7 +91,7 @@ def measure(collective: Collective, nodes: Nodes) -> Network:
 
 
 def _crowding(collective: Collective, network: Network) -> float:
-    """How many times longer an all-to-all takes than the network says of its messages, at least 1."""
+    """The factor, at least 1, by which an all-to-all is slower than the network predicts for its messages."""
     if collective.world_size == 1:
         return 1.0
     each, world = max(1, LARGE[collective.device.type] // collective.world_size), collective.world_size
@@ -109,7 +109,7 @@ def _time(collective: Collective, peers: Sequence[int]) -> Link:
     if not peers:
         return Link(start=0.0, per_byte=0.0)
     few, number = len(peers), SEVERAL * len(peers)
-    # Divided among the peers: what a rank sends in all is what a link is asked for.
+    # The bytes are divided among the peers, since a link carries all that a rank sends.
     large = few * max(1, LARGE[collective.device.type] // few)
     return Link.through(
         (few, few * SMALL, _shortest(collective, peers, 1, SMALL, 10)),
@@ -119,14 +119,14 @@ def _time(collective: Collective, peers: Sequence[int]) -> Link:
 
 
 def _shortest(collective: Collective, peers: Sequence[int], number: int, nbytes: int, repeats: int) -> float:
-    """Seconds of `number` messages of `nbytes` to and from every peer."""
+    """Seconds that `number` messages of `nbytes` to and from every peer take, the shortest of `repeats`."""
     rows = torch.zeros(2, len(peers), number, nbytes, dtype=torch.uint8, device=collective.device)
     times = [_seconds(collective, lambda: _exchange(collective, peers, rows)) for _ in range(repeats + 1)]
     return _slowest(times[1:], collective)
 
 
 def _slowest(times: Sequence[float], collective: Collective) -> float:
-    """The shortest of several times, each of the rank that took longest."""
+    """The shortest of several times, each that of the slowest rank."""
     times_WR = collective.exchange_counts(words(*(int(1e9 * seconds) for seconds in times)))
     return 1e-9 * int(times_WR.max(0).values.min())
 

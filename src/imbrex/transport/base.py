@@ -1,4 +1,4 @@
-"""The base of transports that move bytes: rows go straight from rank to rank unless one says otherwise."""
+"""The base of transports that move bytes. Rows go straight from rank to rank; subclasses may relay them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from imbrex.transport.collective import Collective
 
 
 class BytesTransport(Collective):
-    """The base of transports: all of `imbrex.contracts.Transport` but `name` and the moves, for rows that
-    nobody passes on."""
+    """The base of transports: all of `imbrex.contracts.Transport` except `name` and the moves, for rows that
+    no rank relays."""
 
     broadcasts = False
     relays = False
@@ -30,7 +30,7 @@ class BytesTransport(Collective):
         return [straight(mine, sizes, self.rank) for mine, sizes in zip(wanted, rows, strict=True)]
 
     def sizes_of(self, wanted: Sequence[Tensor]) -> list[Tensor]:
-        """The rows that every rank sends to every other, int64 [W, W] of every dispatch. Collective."""
+        """The rows that every rank sends to every other, int64 [W, W] for every dispatch. Collective."""
         gathered = self.exchange_counts(torch.cat([wanted_TW.sum(0) for wanted_TW in wanted]))
         return [sizes.clone().fill_diagonal_(0) for sizes in gathered.chunk(len(wanted), 1)]
 
@@ -53,8 +53,9 @@ class BytesTransport(Collective):
 
 
 def straight(wanted_TW: Tensor, rows_WW: Tensor, rank: int) -> Traffic:
-    """Rows from rank to rank. wanted_TW: bool, which ranks a token must reach; column `rank` is not looked
-    at. rows_WW: rows every rank sends to every other, host int64, the diagonal 0."""
+    """The traffic of rows that go from rank to rank. wanted_TW: bool, the ranks that a token must reach;
+    column `rank` is ignored. rows_WW: int64 on the host, rows that every rank sends to every other, with a
+    diagonal of zeros."""
     splits_2W = torch.stack([rows_WW[rank], rows_WW[:, rank]])
     others = wanted_TW.clone()
     others[:, rank] = False

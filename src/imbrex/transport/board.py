@@ -21,13 +21,13 @@ from imbrex.runtime.waits import RankLostError
 
 CHECK_S = 0.01
 SPIN_S = 50e-6
-"""For so long a word is looked at without a pause: a pause of 0 s took 65 us beside two H200."""
+"""Seconds of polling a word without a pause. Beside two H200 a pause of 0 s took 65 us."""
 BITS = 32
-"""A word's value takes the lower half of what is stored; the number of the call stands above it."""
+"""Bits of a word's value; the number of the call is stored above them."""
 
 
 class Board:
-    """Two words and two notes for every rank: a rank that is one call ahead writes the others.
+    """Two words and two notes for every rank, used in turn, so that a rank may be one call ahead.
 
     path: of a file that every rank can map, made by rank 0 before the others open it.
     """
@@ -37,12 +37,12 @@ class Board:
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), 4 * 8 * world_size)
         self._words = memoryview(self._memory).cast("q")
-        """Words of all ranks and their notes, of calls that are even and of those that are odd."""
+        """Words and notes of all ranks, of even and of odd calls."""
         self.notes_W = [0] * world_size
 
     @staticmethod
     def make_file(name: int, world_size: int) -> Path:
-        """Zeros for a board; removed by whoever made it once every rank has opened it."""
+        """Make the file of a board, all zeros. Its maker removes it once every rank has opened it."""
         path = Board.path_of(name)
         path.write_bytes(bytes(4 * 8 * world_size))
         return path
@@ -74,7 +74,7 @@ class Board:
         return [word - first for word in words[:ranks]]
 
     def _wait(self, at: int, first: int, check: Callable[[], None] | None) -> list[int]:
-        """The words and notes at `at` once none is below `first`."""
+        """Wait until no word at `at` is below `first`, and return words and notes."""
         start = last_check = time.monotonic()
         here = self._words[at : at + 2 * self.world_size]
         while True:

@@ -15,7 +15,7 @@ from imbrex.runtime import waits
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """Rows from or to one rank of the group. The tag tells messages between the same two ranks apart."""
+    """Rows from or to one rank of the group. tag: tells messages between the same two ranks apart."""
 
     rows: Tensor
     peer: int
@@ -23,9 +23,9 @@ class Message:
 
 
 class Collective:
-    """A process group and how to wait on it. `group=None` is a group of one, which never communicates.
+    """A process group, with bounded waits. `group=None` is a group of one, which never communicates.
 
-    device: where rows are. message_device: where what the group's own collectives move has to be.
+    device: the device of rows. message_device: the device that the group's own collectives need.
     """
 
     name = "collective"
@@ -38,7 +38,7 @@ class Collective:
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.device = self.message_device = torch.device("cpu") if group is None else device_of(group)
         self._under_way: dict[dist.Work, tuple[object, int, int]] = {}
-        # A lane's thread begins messages while the caller's ends some.
+        # A lane's thread starts messages while the caller's thread finishes others.
         self._noting = Lock()
 
     def exchange_counts(self, message: Tensor) -> Tensor:
@@ -57,14 +57,14 @@ class Collective:
 
     @property
     def groups_messages(self) -> bool:
-        """Whether messages that may be under way together must be posted together, as NCCL wants it."""
+        """Whether messages that may be under way together must be posted together, as NCCL requires."""
         return self.message_device.type == "cuda"
 
     def post(
         self, phase: str, sends: Sequence[Message], receives: Sequence[Message]
     ) -> tuple[list[dist.Work], list[dist.Work]]:
-        """Start messages; empty ones are left out on both sides. gloo matches them by tag, in any order; NCCL
-        by order alone. Returns what to wait for, sends first."""
+        """Start messages, except empty ones, which both sides skip. gloo matches messages by tag, in any
+        order; NCCL by order alone. Returns the works to wait for, of sends and of receives."""
         sends, receives = ([m for m in side if m.rows.numel()] for side in (sends, receives))
         if not self.groups_messages:
             got = [self._start(phase, dist.irecv, m) for m in receives]
@@ -98,9 +98,9 @@ class Collective:
                 self._forget(work)
 
     def _forget(self, work: dist.Work) -> None:
-        """Let go of a message that is over, and of those before it of its kind, which are over, too, and for
-        which nobody has waited: after an exception, say. gloo reads no more from a peer whose message comes
-        for a receive that was let go of earlier."""
+        """Release a finished message, and earlier ones of its kind, which are finished too though nobody has
+        waited for them, for example after an exception. Until then they must be kept: gloo stops reading from
+        a peer if a message comes for a receive that was released."""
         kind = self._under_way[work]
         for before in [other for other, its in self._under_way.items() if its == kind]:
             del self._under_way[before]
@@ -109,7 +109,7 @@ class Collective:
 
 
 class Done:
-    """A move that is over."""
+    """A move that has finished."""
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
@@ -119,7 +119,7 @@ class Done:
 
 
 class InFlight:
-    """A collective under way. Holds what it reads until it is over."""
+    """A collective under way. Keeps the memory that it reads until it has finished."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class InFlight:
 
 
 class Posted:
-    """Messages under way. Holds what they read until they are over."""
+    """Messages under way. Keeps the memory that they read until they have finished."""
 
     def __init__(
         self, transport: Collective, phase: str, works: Sequence[dist.Work], rows: Tensor, reads: Tensor

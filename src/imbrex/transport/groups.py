@@ -1,4 +1,4 @@
-"""Groups beside those that a user has: of hosts, of a second communicator, of the ranks of a node."""
+"""Process groups that imbrex makes itself: over gloo for hosts, second communicators, the ranks of a node."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakre
 
 
 def hosts_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks over gloo, in which hosts talk and no GPU is waited for; `group` itself where
-    it is one. Collective over `group` at its first call."""
+    """A group of the same ranks over gloo, so that hosts talk without waiting for a GPU; `group` itself if it
+    is one. Collective over `group` at the first call."""
     if "nccl" not in str(dist.get_backend(group)):
         return group
     if group not in _hosts:

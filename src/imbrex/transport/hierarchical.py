@@ -1,4 +1,4 @@
-"""A token crosses to a node once and is multiplied there; one sum a node comes back."""
+"""The hierarchical transport: a token crosses to a node once, is copied there, and one sum comes back."""
 
 from __future__ import annotations
 
@@ -11,33 +11,32 @@ from torch import Tensor
 from imbrex.contracts import Add, Pending, Traffic
 from imbrex.transport.collective import Done, Message
 from imbrex.transport.relay import Relay
-from imbrex.transport.steps import Crossing
+from imbrex.transport.steps import Transfer
 from imbrex.transport.twolevel import TwoLevel
 
 ACROSS, INSIDE, PASSED_ON = 0, 1, 2
-"""Steps of a crossing, in the tags of its messages."""
+"""Steps of a transfer, in the tags of its messages."""
 
 
 class Hierarchical(TwoLevel):
-    """Sends a token once to each node that it wants, where it is passed on, as DeepEP does between nodes.
-    Rank l of a node talks to ranks l of other nodes.
+    """Sends a token once to each node that it goes to, where it is relayed, as DeepEP does between nodes.
+    Rank l of a node talks to ranks l of other nodes, its counterparts.
 
-    Out: a token goes to its counterpart on each node that wants it; that rank passes it on inside its node.
-    Back: ranks hand their partial sums to the token's counterpart on their node, which adds them in rank
-    order and sends one row. A sum on the way is rounded by the codec once more. On two nodes of two, a token
-    of rank 0 that ranks 1, 2 and 3 want:
+    Out: a token goes to its rank's counterpart on each node that it goes to, which relays it inside the node.
+    Back: ranks give their partial sums to that counterpart, which adds them in rank order and sends one row.
+    The codec rounds such a sum once more. On two nodes of two, a token of rank 0 for ranks 1, 2 and 3:
 
         out    0 ──INSIDE──▶ 1        0 ──ACROSS──▶ 2 ──PASSED_ON──▶ 3
         back   1 ──INSIDE──▶ 0        3 ──PASSED_ON──▶ 2, adds its own to that of 3, ──ACROSS──▶ 0
 
-    Six messages, as with `alltoall`, but two of them between nodes instead of four.
+    These are six messages, as with `alltoall`, but two of them between nodes instead of four.
 
-    Bytes between nodes: one row for every (token, other node) that is wanted, each way. For 2 nodes of 4 and
-    8 of 64 experts that is 1.0 row instead of 2.7 with `alltoall`.
+    Bytes between nodes: one row for every token and other node that it goes to, each way. For 2 nodes of 4
+    and 8 of 64 experts that is 1.0 row instead of 2.7 with `alltoall`.
 
-    pieces: a power of two. One piece of the tokens is passed on inside the node while the next crosses, and
-    the sums of one cross while the next are added; both steps run beside the caller. Over NCCL everything
-    is one piece: its stream does one thing at a time.
+    pieces: a power of two. One piece of the tokens is relayed inside the node while the next crosses, and the
+    sums of one piece cross while those of the next are added; both run beside the caller. Over NCCL there is
+    one piece, since its stream does one thing at a time.
     """
 
     name = "hierarchical"
@@ -91,8 +90,7 @@ class Hierarchical(TwoLevel):
         return _Out(self, self._relay(traffic), encoded_TB)
 
     def begin_move_back(self, encoded_MB: Tensor, traffic: Traffic, add: Add | None = None) -> Pending:
-        """Rows as `home` lists them. `add`: how to sum encoded rows. Without, bytes are taken for float32
-        values."""
+        """Move rows home, in the order of `home`. add: sums encoded rows; by default as float32 values."""
         if self.world_size == 1:
             return Done(encoded_MB)
         return _Back(self, self._relay(traffic), encoded_MB.contiguous(), add or add_floats)
@@ -101,8 +99,8 @@ class Hierarchical(TwoLevel):
         return Relay.of(traffic, self.nodes, self.rank)
 
 
-class _Out(Crossing):
-    """Tokens on their way to this node, and on inside it."""
+class _Out(Transfer):
+    """The way out: tokens cross to this node, and are relayed inside it."""
 
     phase = "dispatch"
 
@@ -127,7 +125,7 @@ class _Out(Crossing):
 
     def _cross(self, encoded_TB: Tensor, blocks: Sequence[Tensor]) -> list[list[dist.Work]]:
         """Send to the counterparts, piece by piece, and to the ranks of this node. Returns the receives of
-        each piece; those inside the node stand with the last."""
+        each piece; those inside the node are with the last."""
         relay, message = self.relay, self.message
         tokens = {n: relay.tokens_for(n).split(relay.tokens(relay.rank, n)) for n in relay.others}
         received = []
@@ -146,7 +144,7 @@ class _Out(Crossing):
         return received
 
     def _places(self, piece: int) -> list[Message]:
-        """The places of the rows of a piece that others pass on."""
+        """The receives of the rows of a piece that other ranks relay."""
         relay = self.relay
         return [
             self.message(self.blocks[relay.nodes.rank(n, p)][piece], relay.at(p), PASSED_ON, piece, n)
@@ -187,8 +185,8 @@ class _Out(Crossing):
         return self.out
 
 
-class _Back(Crossing):
-    """Partial sums on their way inside the node, and their sums on to where the tokens live."""
+class _Back(Transfer):
+    """The way back: partial sums are added inside the node, and their sums cross to the tokens' ranks."""
 
     phase = "combine"
 
@@ -221,7 +219,7 @@ class _Back(Crossing):
         self.beside = transport.lane.start(self._send_sums)
 
     def _gather(self, blocks: Sequence[Tensor]) -> list[list[dist.Work]]:
-        """Partial sums to the ranks of this node that brought the tokens, or whose they are."""
+        """Send partial sums to the ranks of this node that brought the tokens, or own them."""
         relay, message = self.relay, self.message
         received = []
         for piece in relay.pieces:
@@ -275,7 +273,7 @@ class _Back(Crossing):
 
 
 def add_floats(pieces: Sequence[tuple[Tensor, Tensor]], num_rows: int) -> Tensor:
-    """Sums of rows of float32 bytes; a width that is no multiple of 4 is padded."""
+    """Sum rows whose bytes are float32 values; a width that is no multiple of 4 is padded."""
     width = pieces[0][0].shape[1]
     wide = -(-width // 4)
     sums = torch.zeros(num_rows, wide, dtype=torch.float32, device=pieces[0][0].device)

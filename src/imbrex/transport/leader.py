@@ -1,4 +1,4 @@
-"""One rank of a node speaks for all of them to the other nodes."""
+"""An all-to-all in which one rank of a node exchanges with the other nodes for all of its ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Leader(TwoLevel):
     name = "1dh"
 
     def steps(self, counts: list[list[int]]) -> list[Step]:
-        """The steps of rows by source and destination: to the leader, between leaders, to the ranks."""
+        """The three steps: to the leader, between leaders, to the ranks. counts: rows by source and rank."""
         return [self._to_the_leader(counts), self._between_leaders(counts), self._to_the_ranks(counts)]
 
     def _inside(self, node: int) -> range:
@@ -37,8 +37,8 @@ class Leader(TwoLevel):
         return Step(send=send, receive=receive)
 
     def _between_leaders(self, counts: list[list[int]]) -> Step:
-        """Rows of this node by source, then destination, become those for this node by node, source and
-        destination."""
+        """The step that takes this node's rows, by source and destination, and brings the rows for this node,
+        by node, source and destination."""
         send, receive = self._nothing()
         if self.local:
             return Step(send=send, receive=receive)
@@ -52,7 +52,8 @@ class Leader(TwoLevel):
         return Step(send=send, receive=receive, arrange=lambda rows: reorder(rows, blocks, order))
 
     def _to_the_ranks(self, counts: list[list[int]]) -> Step:
-        """Rows for this node by source and destination become this rank's by source."""
+        """The step that takes the rows for this node, by source and destination, and brings this rank's, by
+        source."""
         send, receive = self._nothing()
         receive[self.nodes.rank(self.node, 0)] = sum(row[self.rank] for row in counts)
         if self.local:

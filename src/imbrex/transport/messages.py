@@ -40,17 +40,17 @@ _HELLO = struct.Struct("<qq")
 _GET_ADDRESS = 0x8915
 """Linux' SIOCGIFADDR: the IPv4 address of an interface."""
 PIECES = 64
-"""Pieces in one call of the system, which takes 1024 at most."""
+"""Pieces in one system call, which takes 1024 at most."""
 FAREWELL_S = 2.0
-"""Longest time that closing takes for what is not sent yet."""
+"""Seconds that closing waits at most for unsent messages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Envelope:
     """The head of a message.
 
-    call: its number at the sender. kind: what the message is. rows, row_bytes: of the body, which is uint8
-    [rows, row_bytes]. details: what else must be said, in five numbers."""
+    call: its number at the sender. kind: the kind of message. rows, row_bytes: shape of the body, uint8
+    [rows, row_bytes]. details: five numbers whose meaning depends on the kind."""
 
     call: int
     kind: int
@@ -60,8 +60,8 @@ class Envelope:
 
 
 class Mail:
-    """Connections to all other ranks of a transport's group; collective. Raises ValueError or RankLostError
-    where the ranks cannot meet. Closed with `close`, or with the last reference to it."""
+    """Connections to all other ranks of a transport's group, made collectively. Raises ValueError or
+    RankLostError if the ranks cannot meet. `close` closes it, or the end of its last reference."""
 
     def __init__(self, transport: Collective, what: str) -> None:
         self.rank, self.world_size, self.what = transport.rank, transport.world_size, what
@@ -69,11 +69,11 @@ class Mail:
         sockets = _meet(transport, what)
         _Loop.of_process().join(sockets, self._inbox)
         self._sockets = sockets
-        # Before Python ends, too: so what was said last is heard.
+        # Also before Python ends, so that the last messages arrive.
         self._end = weakref.finalize(self, _leave, list(sockets.values()))
 
     def send(self, peer: int, envelope: Envelope, body: Tensor | None = None) -> None:
-        """Send; what the connection does not take now, it takes later. `body` must stay as it is."""
+        """Send a message without waiting. The body must not change until it has been sent."""
         e = envelope
         frame = _FRAME.pack(e.call, e.kind, e.rows, e.row_bytes, *e.details)
         pieces = [memoryview(frame)]
@@ -82,11 +82,11 @@ class Mail:
         self._sockets[peer].push(pieces)
 
     def unsent(self, peer: int) -> int:
-        """Messages that the connection to `peer` has not taken yet."""
+        """The number of messages to `peer` that are not written yet."""
         return self._sockets[peer].unsent
 
     def take(self, timeout_s: float) -> list[tuple[int, Envelope, Tensor]]:
-        """Everything that has come since the last call, waiting for something for at most `timeout_s`."""
+        """The messages since the last call; waits up to `timeout_s` for one."""
         return self._inbox.take(timeout_s)
 
     @property
@@ -99,7 +99,7 @@ class Mail:
 
 
 class _Inbox:
-    """Messages that have come."""
+    """The messages that have arrived."""
 
     def __init__(self) -> None:
         self.messages: deque[tuple[int, Envelope, Tensor]] = deque()
@@ -128,7 +128,7 @@ class _Inbox:
 
 
 class _Connection:
-    """A socket: what is still to be written, and what is half read."""
+    """A socket with the messages still to be written and the one that is half read."""
 
     def __init__(self, sock: socket.socket, peer: int) -> None:
         self.sock, self.peer = sock, peer
@@ -150,7 +150,7 @@ class _Connection:
         return len(self.queue)
 
     def push(self, pieces: list[memoryview]) -> None:
-        """Write what the socket takes, from the caller's thread; the rest is the loop's."""
+        """Write what the socket takes now, on the caller's thread; the loop writes the rest."""
         with self.lock:
             if self.closed:
                 return
@@ -169,7 +169,7 @@ class _Connection:
     def _write(self) -> None:
         try:
             while self.queue:
-                # A head and its body in one call: its reader wakes up once.
+                # A head and its body in one call, so that the reader wakes up once.
                 count = self.sock.sendmsg(list(islice(self.queue, PIECES)))
                 while count:
                     piece = self.queue.popleft()
@@ -179,11 +179,11 @@ class _Connection:
         except BlockingIOError:
             return
         except OSError:
-            # Whoever waits for this rank hears it from the reading side.
+            # The reading side tells whoever waits for this rank.
             self.queue.clear()
 
     def read(self) -> bool:
-        """Take what is there; whether the connection still stands."""
+        """Read what has arrived. Returns whether the connection is still open."""
         try:
             while True:
                 count = self.sock.recv_into(self.into[self.read_bytes :])
@@ -266,8 +266,8 @@ class _Loop:
                     self._drop(connection)
 
     def _follow(self) -> None:
-        """Listen to connections that joined, and to those with something to write for room; forget those that
-        were closed."""
+        """Watch connections that joined for reading, watch those with unwritten messages for writing, and
+        forget those that were closed."""
         with self.guard:
             connections = list(self.connections)
         for connection in connections:
@@ -295,13 +295,13 @@ class _Loop:
 
 
 def _bytes_of(body: Tensor) -> memoryview:
-    """The memory of a tensor of bytes, which lives as long as the view does."""
+    """The memory of a tensor of bytes; it lives as long as the view."""
     values: Any = body.contiguous().view(-1).numpy()
     return memoryview(values)
 
 
 def _leave(connections: list[_Connection]) -> None:
-    """Send what is left, for a moment, and close."""
+    """Send the rest, for at most `FAREWELL_S` seconds, and close."""
     end = time.monotonic() + FAREWELL_S
     while any(c.queue for c in connections if not c.closed) and time.monotonic() < end:
         time.sleep(1e-3)
@@ -312,8 +312,8 @@ def _leave(connections: list[_Connection]) -> None:
 
 
 def _meet(transport: Collective, what: str) -> dict[int, _Connection]:
-    """Connect every two ranks: each to those before it. Strangers do not know the number that the ranks tell
-    each other over their group."""
+    """Connect every two ranks, each rank to those before it. A secret number, told over the group, keeps
+    strangers out."""
     address = _own_address()
     with socket.socket() as listener:
         listener.bind((address, 0))
@@ -367,8 +367,8 @@ def _answer(listener: socket.socket, nonce: int, timeout_s: float) -> tuple[int,
 
 
 def _own_address() -> str:
-    """The IPv4 address of this rank, found as gloo finds it: of the interface that its variable names, else
-    the one that the host's name stands for, else this host alone."""
+    """The IPv4 address of this rank, found as gloo does: that of the interface in gloo's variable, else of
+    the host's name, else the loopback address."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         if interface:

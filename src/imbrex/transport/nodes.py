@@ -22,8 +22,8 @@ class Nodes:
 
     @staticmethod
     def of(world_size: int, ranks_per_node: int | None = None) -> Nodes:
-        """The nodes as given by hand, or as the launcher says (`LOCAL_WORLD_SIZE`, which torchrun sets).
-        Without either, all ranks are one node. Raises ValueError where the ranks do not divide into nodes."""
+        """The nodes, from `ranks_per_node`, or from the launcher (`LOCAL_WORLD_SIZE`, which torchrun sets).
+        Without either, all ranks are one node. Raises ValueError if the ranks do not divide into nodes."""
         local_size = os.environ.get("LOCAL_WORLD_SIZE")
         size = min(int(local_size or world_size), world_size) if ranks_per_node is None else ranks_per_node
         if size < 1 or world_size % size:
@@ -64,7 +64,7 @@ class Nodes:
         return node * self.size + local
 
     def by_tier(self, of_W: Tensor, rank: int) -> Tensor:
-        """Sums [2] of what a rank has for every other: for those of its node, for those of other nodes."""
+        """The sums [2] of a rank's numbers for every other: over ranks of its node, and of other nodes."""
         inside = torch.arange(len(of_W), device="cpu") // self.size == rank // self.size
         return torch.stack([of_W[inside].sum(), of_W[~inside].sum()])
 
@@ -78,6 +78,6 @@ def launched_on() -> int:
 
 
 def reorder(rows: Tensor, sizes: dict[tuple[int, int], int], order: list[tuple[int, int]]) -> Tensor:
-    """Blocks of rows, which stand in the order of `sizes`, in another order."""
+    """Put blocks of rows, which lie in the order of `sizes`, into another order."""
     parts = dict(zip(sizes, rows.split(list(sizes.values())), strict=True))
     return torch.cat([rows[:0], *(parts[key] for key in order)])

@@ -1,4 +1,4 @@
-"""An all-to-all in two halves, what stays inside the node and what leaves it: together, or in turn."""
+"""An all-to-all in two halves, inside the node and between nodes, which move together or in turn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from imbrex.transport.tiered import Tiered
 
 
 class Pipe(Tiered):
-    """Moves what stays inside the node and what leaves it at the same time: Pipe-A2A (ScheMoE, section 5).
+    """Moves rows inside the node and between nodes at the same time: Pipe-A2A (ScheMoE, section 5).
     Over gloo all messages of an all-to-all begin at once: there it is one, and gains nothing over `alltoall`.
     Over NCCL, whose stream does one collective after the other, it is two."""
 
@@ -28,7 +28,7 @@ class Pipe(Tiered):
     def scatter_halves(
         self, phase: str, rows: Tensor, send: Sequence[int], receive: Sequence[int]
     ) -> Pending:
-        """Move the half that stays inside the node and the half that leaves it, each by itself."""
+        """Move the half inside the node and the half between nodes, each by itself."""
         if self.world_size == 1:
             return Done(rows)
         near = [rank // self.nodes.size == self.node for rank in range(self.world_size)]
@@ -48,7 +48,8 @@ class Pipe(Tiered):
         return _Halves(self.begin_halves(phase, rows, halves), list(receive), near)
 
     def begin_halves(self, phase: str, rows: Tensor, halves: Sequence[Step]) -> Finish:
-        """Rows by destination; the rows that come from inside the node and those from other nodes."""
+        """Begin both halves of rows that lie by destination. The result waits for them: rows from inside the
+        node, and rows from other nodes."""
         begun = []
         # Between nodes first: it takes longer.
         for half in reversed(halves):
@@ -59,8 +60,8 @@ class Pipe(Tiered):
 
 
 class Sequential(Pipe):
-    """Moves what stays inside the node, then what leaves it: the exchange that Pipe-A2A is compared with
-    (ScheMoE, Eq. 17). Nothing else speaks for it."""
+    """Moves rows inside the node, then between nodes: the baseline of Pipe-A2A (ScheMoE, Eq. 17), and of no
+    other use."""
 
     name = "sequential"
 
@@ -81,7 +82,7 @@ Finish = Callable[[], list[Tensor]]
 
 
 class _Halves:
-    """Both halves under way; the rows of both by source rank."""
+    """Both halves under way; `finish` gives the rows of both by source rank."""
 
     def __init__(self, finish_both: Finish, receive: list[int], near: list[bool]) -> None:
         self.finish_both, self.receive, self.near = finish_both, receive, near

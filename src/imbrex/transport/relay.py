@@ -1,6 +1,7 @@
-"""Which rows cross to which node, and to whom they are passed on there: the sizes of every message.
+"""The sizes of every message of a transport that relays: which rows cross to which node, and to which ranks
+they are relayed there.
 
-Tokens go in pieces, ranges of the token's number, so that one piece is passed on inside a node while the next
+Tokens go in pieces, ranges of token numbers, so that one piece is relayed inside a node while the next
 crosses. Sizes are exchanged once a plan and serve all four crossings.
 """
 
@@ -18,12 +19,12 @@ from imbrex.transport.base import straight
 from imbrex.transport.nodes import Nodes
 
 LEAST_ROWS = 128
-"""Rows that a piece has on the rank that sends most to a node; with fewer, pieces are put together."""
+"""The fewest rows of a piece, on the rank that sends most to a node; smaller pieces are joined."""
 
 
 def count_pieces(wanted_TW: Tensor, nodes: Nodes, pieces: int) -> Tensor:
-    """int64 [2, pieces, W]: tokens that every rank wants of each piece, and that every node wants at least
-    once, node n in place n. Pieces as `torch.tensor_split` makes them."""
+    """int64 [2, pieces, W]: how many tokens of each piece go to every rank, and to every node, node n in
+    place n. Pieces are those of `torch.tensor_split`."""
     counts = []
     for piece_TW in wanted_TW.tensor_split(pieces):
         by_node = piece_TW.unflatten(1, (nodes.num_nodes, nodes.size)).any(2).sum(0)
@@ -33,7 +34,7 @@ def count_pieces(wanted_TW: Tensor, nodes: Nodes, pieces: int) -> Tensor:
 
 
 def join_pieces(counts_2SWW: Tensor) -> Tensor:
-    """Neighbouring pieces put together until each has enough rows: the same on every rank."""
+    """Join neighbouring pieces until each has enough rows: the same on every rank."""
     while counts_2SWW.shape[1] > 1:
         rows = int(counts_2SWW[1].sum(0).max()) if counts_2SWW.numel() else 0
         if rows >= LEAST_ROWS * counts_2SWW.shape[1]:
@@ -97,12 +98,12 @@ class Relay:
 
     @property
     def others(self) -> list[int]:
-        """The other nodes."""
+        """Numbers of the other nodes."""
         return [n for n in range(self.nodes.num_nodes) if n != self.node]
 
     @property
     def peers(self) -> list[int]:
-        """Places of the other ranks of this node."""
+        """The other ranks of this node, by their places in it."""
         return [place for place in range(self.nodes.size) if place != self.local]
 
     def at(self, place: int) -> int:
@@ -117,11 +118,11 @@ class Relay:
         return [piece[source][target] for piece in self.counts]
 
     def tokens(self, source: int, node: int) -> list[int]:
-        """Tokens of a rank that a node wants, by piece."""
+        """How many tokens of a rank go to a node, by piece."""
         return [piece[source][node] for piece in self.unique]
 
     def tokens_for(self, node: int) -> Tensor:
-        """This rank's tokens that another node wants, ascending, each once."""
+        """This rank's tokens that go to another node, ascending, each once."""
         lists = self.sent_tokens[node * self.nodes.size : (node + 1) * self.nodes.size]
         together = torch.cat(list(lists))
         number = sum(self.tokens(self.rank, node))
@@ -133,7 +134,7 @@ class Relay:
         return ordered[torch.nonzero_static(first, size=number)[:, 0]]
 
     def sent(self, *, back: bool) -> Tensor:
-        """int64 [W]: rows that this rank sends to every other, its own and those that it passes on."""
+        """int64 [W]: rows that this rank sends to every other, its own and those that it relays."""
         rank, sent_W = self.rank, words(*[0] * len(self.sent_tokens))
         for place in self.peers:
             peer = self.at(place)
@@ -149,8 +150,8 @@ class Relay:
         return sent_W
 
     def home(self) -> tuple[Tensor, list[int]]:
-        """The token of every row that comes back, and the rows by rank: from the ranks of this node each its
-        partial sums, from another node one sum for every token, under its first rank."""
+        """The token of every row that comes back, and the number of rows by rank. Every rank of this node
+        sends its partial sums. Another node sends one sum a token, counted under its first rank."""
         tokens, sizes = [], []
         for rank in range(len(self.sent_tokens)):
             node, place = divmod(rank, self.nodes.size)

@@ -1,4 +1,4 @@
-"""Connections of NCCL's sockets, whose number limits what a network carries where NCCL has nothing faster.
+"""The number of connections of NCCL's sockets, which limits its bandwidth on a network without RDMA.
 
 Between two ranks NCCL has one connection and one thread for it, but on the clouds that it knows. Two H200 as
 two nodes moved 58.6 MB each way in 38 ms with that, in 17 with four threads of four connections each. NCCL
@@ -12,7 +12,7 @@ import os
 import torch.distributed as dist
 
 WIDE = {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
-"""Threads, and connections of each. NCCL takes at most 16 and at most 64 in all."""
+"""Threads, and connections a thread. NCCL allows at most 16 threads and 64 connections in all."""
 
 
 def widen() -> str | None:

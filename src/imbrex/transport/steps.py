@@ -1,11 +1,11 @@
-"""Moves of several steps: what one step brings is passed on in the next, beside the caller.
+"""Transfers of several steps: the rows that one step brings are relayed in the next, beside the caller.
 
-    crossing = Stepped(transport, "dispatch", rows, [Step(send=..., receive=...), Step(..., arrange=...)])
-    ...                            # a thread passes the rows on, or a stream does
-    arrived = crossing.finish()
+    transfer = Stepped(transport, "dispatch", rows, [Step(send=..., receive=...), Step(..., arrange=...)])
+    ...                            # a thread or a stream relays the rows
+    arrived = transfer.finish()
 
-Messages carry tags, so that steps of several moves can be under way together, begun by several threads:
-gloo numbers collectives by their order, which two threads do not have.
+Messages carry tags, so that several threads can have steps of several transfers under way. Collectives would
+not do: gloo matches them by order, and two threads have no common order.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from imbrex.transport.collective import Message
 from imbrex.transport.tiered import Tiered
 
 
-class Crossing:
-    """Messages of one move, posted and waited for."""
+class Transfer:
+    """The messages of one move of rows: posts them and waits for them."""
 
     def __init__(self, transport: Tiered, phase: str) -> None:
         self.transport, self.phase = transport, phase
@@ -32,13 +32,13 @@ class Crossing:
         self.held: list[Message] = []
 
     def message(self, rows: Tensor, peer: int, step: int, piece: int = 0, node: int = 0) -> Message:
-        """The tag is unique among messages of the two ranks that can be under way: bits of the call, the
-        step, the piece and the node. The highest bit keeps it apart from the caller's own messages."""
+        """A message whose tag is unique among those that the two ranks can have under way: bits of the call,
+        the step, the piece and the node. The highest bit keeps it apart from the caller's own messages."""
         tag = 1 << 30 | self.call << 18 | step << 16 | piece % 16 << 12 | node % 4096
         return Message(rows=rows, peer=peer, tag=tag)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[dist.Work]:
-        """Start messages; the receives are the caller's to wait for, the sends are waited for at the end."""
+        """Start messages. Returns the receives, for the caller to wait for; `finish` waits for the sends."""
         self.held += sends
         pushed, got = self.transport.post(self.phase, sends, receives)
         self.works += pushed
@@ -53,8 +53,8 @@ class Crossing:
 class Step:
     """An uneven all-to-all: `send[r]` rows to rank r, `receive[r]` rows from it.
 
-    arrange: makes the rows to send, by destination, of those that the step before brought, by source; None
-        sends them as they are.
+    arrange: makes the rows to send, by destination, from the rows of the step before, by source; `None` sends
+        those as they are.
     """
 
     send: Sequence[int]
@@ -62,14 +62,14 @@ class Step:
     arrange: Callable[[Tensor], Tensor] | None = None
 
 
-class Stepped(Crossing):
-    """Steps one after the other; the first begins at once, the others without anyone waiting."""
+class Stepped(Transfer):
+    """Steps one after the other. The first begins at once; a lane begins the others, so no caller waits."""
 
     def __init__(self, transport: Tiered, phase: str, rows: Tensor, steps: Sequence[Step]) -> None:
         super().__init__(transport, phase)
         self.steps = steps
         self.arrived = [rows.new_empty(sum(step.receive), rows.shape[1]) for step in steps]
-        # Places for all steps' rows are told before: a fast rank's messages need not wait in gloo's buffers.
+        # Receives of all steps are posted first: a fast rank's messages need not wait in gloo's buffers.
         numbers = () if transport.groups_messages else range(len(steps))
         ahead = [self.post([], self._places(number)) for number in numbers]
         first = self._send(0, rows)
@@ -83,7 +83,7 @@ class Stepped(Crossing):
         return [self.message(b, peer, number) for peer, b in enumerate(blocks) if peer != self.transport.rank]
 
     def _send(self, number: int, rows: Tensor) -> list[Message]:
-        """Messages of a step; what stays on this rank is copied."""
+        """The messages that a step sends. Rows that stay on this rank are copied."""
         step, rank = self.steps[number], self.transport.rank
         rows = rows if step.arrange is None else step.arrange(rows)
         blocks = rows.contiguous().split(list(step.send))
@@ -109,10 +109,10 @@ class Stepped(Crossing):
 
 
 def rows_sent(steps: Sequence[Step], rank: int) -> Tensor:
-    """int64 [W]: rows that the steps send to every rank, those that stay on this one not counted."""
+    """int64 [W]: rows that the steps send to every other rank."""
     sent_W = torch.stack([words(*step.send) for step in steps]).sum(0)
     sent_W[rank] = 0
     return sent_W
 
 
-__all__ = ["Crossing", "Step", "Stepped", "rows_sent"]
+__all__ = ["Step", "Stepped", "Transfer", "rows_sent"]

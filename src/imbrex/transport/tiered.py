@@ -1,4 +1,4 @@
-"""The common base of the all-to-alls that know which ranks share a node."""
+"""The base of the all-to-alls that know which ranks share a node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from imbrex.transport.nodes import Nodes
 
 
 class Tiered(AllToAll):
-    """An all-to-all that knows which ranks share a node, with a lane for what follows its first step."""
+    """An all-to-all that knows which ranks share a node, with a lane that runs the steps after its first."""
 
     few_bytes = 0
 

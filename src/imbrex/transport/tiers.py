@@ -1,4 +1,4 @@
-"""Ranks in two tiers: those of a node, and those of equal place on all nodes, each exchanging by itself.
+"""Ranks in two tiers, the ranks of a node and the ranks of equal place on all nodes; each exchanges alone.
 
 `imbrex.exchange.tiered` takes rows over the second tier and then over the first. Messages between two ranks
 carry tags, so that those of several chunks and of both tiers are under way together, over one group.
@@ -53,13 +53,13 @@ _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, _Shared]] = weak
 
 
 class Flight:
-    """Rows of an uneven all-to-all by messages. Places for what comes are told when it is made, on the
-    caller's thread, which numbers it; `send` may follow from another."""
+    """An uneven all-to-all by messages. The caller's thread makes it, which numbers it and posts its
+    receives; `send` may follow on another thread."""
 
     def __init__(self, members: Members, phase: str, tier: int, out: Tensor, receive: Sequence[int]) -> None:
         self.members, self.phase, self.out = members, phase, out
         call = members.number(tier) % (1 << 12)
-        # The highest bit keeps it apart from the caller's own messages, the low ones from `steps.Crossing`'s.
+        # The highest bit keeps it apart from the caller's own messages, the low ones from `steps.Transfer`'s.
         self.tag = 1 << 30 | call << 18 | tier << 16 | 0xFFFF
         self.places = self._messages(out, receive)
         self.held: list[Tensor] = []
@@ -71,7 +71,7 @@ class Flight:
         return [Message(rows=b, peer=p, tag=self.tag) for p, b in enumerate(blocks) if p != rank]
 
     def send(self, rows: Tensor, send: Sequence[int]) -> Flight:
-        """Rows by destination, `send[r]` of them to member r."""
+        """Send rows, which lie by destination, `send[r]` of them to member r."""
         rows = rows.contiguous()
         self.held.append(rows)
         places = self.places if self.members.groups_messages else []
@@ -80,14 +80,14 @@ class Flight:
         return self
 
     def wait(self) -> Tensor:
-        """Wait for what comes, on a GPU with the current stream only; once."""
+        """Wait for the rows that come, once; on a GPU only the current stream waits."""
         came, self.came = self.came, []
         for work in came:
             self.members.finish(self.phase, work)
         return self.out
 
     def finish(self) -> Tensor:
-        """Wait for the rows that come, and for what leaves."""
+        """Wait for the rows that come and for those that leave."""
         self.wait()
         for work in self.sent:
             self.members.finish(self.phase, work)
@@ -96,7 +96,7 @@ class Flight:
 
 
 class Members(AllToAll):
-    """Some ranks of a group, as a transport between them alone; member r is rank `ranks[r]` of the group."""
+    """A transport between some ranks of a group; member r is rank `ranks[r]` of the group."""
 
     few_bytes = 0
 
@@ -112,7 +112,7 @@ class Members(AllToAll):
         return super().post(phase, *sides)
 
     def number(self, tier: int) -> int:
-        """The next message's. Raises RankLostError once a wait of the group has failed."""
+        """The number of the next message. Raises RankLostError once a wait of the group has failed."""
         if self.shared.lost:
             raise waits.RankLostError(self.shared.lost)
         return next(self.shared.calls[tier])
@@ -153,7 +153,7 @@ class Members(AllToAll):
         )
 
     def begin(self, tier: int, phase: str, like: Tensor, receive: Sequence[int]) -> Flight:
-        """Places for rows as wide as `like`, `receive[r]` of them from member r."""
+        """Begin a flight: memory for rows as wide as `like`, `receive[r]` of them from member r."""
         return Flight(self, phase, tier, like.new_empty(sum(receive), like.shape[1]), receive)
 
 

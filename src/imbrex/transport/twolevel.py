@@ -30,7 +30,7 @@ class TwoLevel(Tiered):
     pieces = 1
 
     def plan(self, wanted: Sequence[Tensor], rows: Sequence[Tensor] | None) -> list[Traffic]:
-        """Hops are those of `imbrex.transport.relay`."""
+        """Plans whose hops are those of `imbrex.transport.relay`."""
         if self.world_size == 1:
             return super().plan(wanted, rows)
         others = [wanted_TW.clone() for wanted_TW in wanted]
@@ -50,7 +50,8 @@ class TwoLevel(Tiered):
         return [counts_2SWW, ids_TK.new_empty(size(), size(), dtype=torch.uint8)]
 
     def tell_marks(self, wanted: Sequence[Tensor], counts: Sequence[Tensor]) -> list[Tensor]:
-        """uint8 [tokens that this rank passes on, ranks of a node]: which of them want each; here none."""
+        """uint8 [tokens that this rank relays, ranks of a node]: 1 where the token goes to the rank. Here no
+        rank relays tokens."""
         return [torch.zeros(0, self.nodes.size, dtype=torch.uint8, device=wanted[0].device) for _ in wanted]
 
     def begin_move(self, encoded_TB: Tensor, traffic: Traffic) -> Pending:
@@ -61,7 +62,7 @@ class TwoLevel(Tiered):
         return self._begin("combine", encoded_MB, traffic)
 
     def _begin(self, phase: str, rows: Tensor, traffic: Traffic) -> Pending:
-        """Rows by destination rank."""
+        """Begin a move of rows that lie by destination rank."""
         if self.world_size == 1:
             return Done(rows)
         counts_WW = rows_between(traffic)
@@ -75,7 +76,7 @@ class TwoLevel(Tiered):
         return rows_sent(self.steps((counts_WW.T if back else counts_WW).tolist()), self.rank)
 
     def steps(self, counts: list[list[int]]) -> list[Step]:
-        """The steps of rows counted by source and destination: inside the node, then between nodes."""
+        """The two steps, inside the node and between nodes. counts: rows by source and destination."""
         nodes = self.nodes
         ours = {divmod(d, nodes.size): counts[self.rank][d] for d in range(self.world_size)}
         by_place = [(n, p) for p in range(nodes.size) for n in range(nodes.num_nodes)]
@@ -90,7 +91,7 @@ class TwoLevel(Tiered):
         return [inside, self._between(arriving, counts)]
 
     def _between(self, arriving: dict[tuple[int, int], int], counts: list[list[int]]) -> Step:
-        """The second step. arriving: the rows that the first step brought, by (place of the source, node)."""
+        """The second step. arriving: rows that the first step brought, by (place of the source, node)."""
         nodes = self.nodes
         order = [(place, n) for n in range(nodes.num_nodes) for place in range(nodes.size)]
         send, receive = [0] * self.world_size, [0] * self.world_size

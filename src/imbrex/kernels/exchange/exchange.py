@@ -7,21 +7,21 @@
     lease = exchange.push(x_TD, routed)                       # or compact rows, in the heap: lease.rows
     # or routing and rows of either kind in one kernel
     rows_RD, routed = exchange.dispatch_expert(x_TD, ids_TK, weights_TK)
-    staged, routed = exchange.stage(x_TD, ids_TK, weights_TK)  # rows come beside a product
+    staged, routed = exchange.stage(x_TD, ids_TK, weights_TK)  # a product's kernel brings the rows
     lease, routed = exchange.dispatch(x_TD, ids_TK, weights_TK)
     y_TD = exchange.combine(rows_RD, routed)                  # weighted, summed, home again
 
-Who writes what and who waits for whom stands in `layout.py` and at the head of each `.cu` file.
-Nothing can wait in a circle: in every kernel somebody does what needs no peer (choices, staging, reducing),
-whatever others wait for, and all blocks of a launch are resident, one to an SM.
+`layout.py` and the head of each `.cu` file say who writes what and who waits for whom. No kernels deadlock:
+in each of them some blocks do work that needs no peer (choices, staging, reducing), and all blocks of a
+launch are resident, one to an SM.
 
-Every rank makes the same calls in the same order with the same number of SMs, which is chosen by the length
-of a row where a call does not say it. The waits are bounded: a rank
-that waits longer than `timeout` seconds stores what it missed, tells its peers and leaves; then `check()`,
-and every later call, raises `ExchangeError` on all of them, and `usable` is False for good.
+Every rank makes the same calls in the same order with the same number of SMs. A call without `num_sms`
+chooses it by the length of a row. Waits are bounded: a rank that waits longer than `timeout` seconds records
+what it missed, tells its peers and leaves the kernel. From then on `check()` and every call raise
+`ExchangeError` on all ranks, and `usable` is False.
 
-Under `IMBREX_DEBUG=1` ids, positions and sizes are looked at before a kernel uses them, and what nobody has
-written, expired leases included, reads as NaN (`failures.py`).
+Under `IMBREX_DEBUG=1` ids, positions and sizes are checked before a kernel uses them, and memory that nobody
+has written, expired leases included, reads as NaN (`failures.py`).
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ _serials = itertools.count()
 class NvlinkExchange:
     """Routes, moves, expands and sums rows among the GPUs of one host, each call one kernel.
 
-    make_heap: from a number of bytes to a `Heap` (collective). placement: where the experts live.
-    compact, expert: which layouts of rows to keep room for; with neither, only `route` can be called, among
+    make_heap: makes a `Heap` of a number of bytes (collective). placement: where the experts live.
+    compact, expert: the layouts of rows to keep room for; with neither, only `route` can be called, among
         up to 64 ranks. timeout: seconds.
-    route_blocks: SMs that route; 8, or as many as `pull` has where there are expert-major rows only.
-    load: `jit.load`, or what stands in for it.
+    route_blocks: SMs that route; by default 8, or as many as `pull` has if rows are expert-major only.
+    load: loads a kernel, as `jit.load` does.
 
-    layer: of the calls that follow, for the message of one that fails; `None`: nobody said.
+    layer: the number of the layer that calls, for error messages; `None`: unknown.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class NvlinkExchange:
     ) -> None:
         how.check_shape(placement, shape, moves=compact or expert)
         self.shape, self.placement = shape, placement
-        # where replicas may come to be, also those of placements that follow
+        # slots for replicas, of this placement or of later ones
         self._room = max(placement.num_slots - placement.num_experts, 0)
         self.layout = lay.layout(shape, compact=compact, expert=expert)
         self.heap = make_heap(self.layout.nbytes)
@@ -92,7 +92,7 @@ class NvlinkExchange:
         self._captured = False
         self._groups: dict[Any, Struct] = {}
         self._places: dict[tuple[int, int], tuple[int, int] | None] = {}
-        """`expert_shape` by bytes of a row and multiprocessors."""
+        """Results of `expert_shape`, by bytes of a row and multiprocessors."""
         self.serial = next(_serials)
         few = shape.ranks <= lay.MOST_RANKS
         variants = kernel.shipped_variants() if few else [kernel.ROUTE_MANY]
@@ -116,7 +116,8 @@ class NvlinkExchange:
             group.layer = self._layer
 
     def check(self, *, synchronize: bool = False) -> None:
-        """Raise `ExchangeError` if a call has failed; without `synchronize`, of those known to have ended."""
+        """Raise `ExchangeError` if a call has failed. Without `synchronize`, calls that are still running on
+        the device are not known to have failed."""
         if synchronize and self.device.type == "cuda":
             # host sync: asked for
             torch.cuda.synchronize(self.device)
@@ -124,20 +125,20 @@ class NvlinkExchange:
 
     @property
     def usable(self) -> bool:
-        """Whether calls can go on. One that has failed stays so on every rank: `close()` it, and make
-        another, if all ranks are there."""
+        """Whether calls can go on. A failed exchange stays failed on every rank: `close()` it, and make
+        another if all ranks are alive."""
         return not self._status.failed
 
     def overflows(self) -> list[int]:
-        """How many routings of each local rank did not fit `row_capacity` or `token_capacity`; the flag of
-        one of them is in its `totals_L4`."""
+        """The number of routings of each local rank that did not fit `row_capacity` or `token_capacity`. The
+        `totals_L4` of a routing says whether it fitted."""
         at = lay.OVERFLOWS_AT
         # host sync: asked for
         return self.heap.local[:, at : at + 4].clone().view(torch.int32)[:, 0].tolist()
 
     def close(self, *, together: bool = True) -> None:
-        """Free the heap; collective if `together`, unless the exchange has failed: then its peers may be
-        gone."""
+        """Free the heap. Collective if `together` and the exchange has not failed; after a failure peers may
+        be gone."""
         self.heap.close(together=together and self.usable)
 
     def route(
@@ -149,8 +150,10 @@ class NvlinkExchange:
         num_sms: int | None = None,
         **choosing: Unpack[Choosing],
     ) -> Routed:
-        """ids int64 [T, K], weights float32 [T, K]; with virtual ranks [L, max_tokens, K] and `tokens`
-        int32 [L]. num_sms: blocks; more where a batch needs them.
+        """Plan the position of every row.
+
+        ids, weights: int64 and float32 [T, K]; with virtual ranks [L, max_tokens, K], and `tokens` int32 [L].
+        num_sms: blocks; a large batch takes more.
         """
         ids, weights = ids.contiguous(), weights.contiguous()
         routed = self._empty_routed(self.shape.max_tokens)
@@ -173,11 +176,11 @@ class NvlinkExchange:
         *,
         quantise: bool = False,
     ) -> Lease:
-        """Tokens to compact rows, in the heap: [L, token_capacity, D], there until the next `push` or
-        `dispatch` begins.
+        """Push tokens to their ranks: compact rows in the heap, [L, token_capacity, D], which stay until the
+        next `push` or `dispatch` begins.
 
-        quantise: bf16 tokens cross as rows of the `fp8` codec, uint8 [L, token_capacity, D + D / 32], to the
-        bit what it encodes; rows begin at multiples of 128 bytes. D is a multiple of 512.
+        quantise: bf16 tokens cross as rows of the `fp8` codec, uint8 [L, token_capacity, D + D / 32], with
+        the codec's bits. Rows begin at multiples of 128 bytes; D is a multiple of 512.
         """
         if self.debug:
             check_sent(self.shape, routed)
@@ -201,9 +204,11 @@ class NvlinkExchange:
         quantise: bool = False,
         **choosing: Unpack[Choosing],
     ) -> tuple[Lease, Routed]:
-        """`route` and `push` in one kernel, rows under way while routing goes on: compact rows and where.
+        """Do `route` and `push` in one kernel, which moves rows while it routes. Returns compact rows and
+        their routing.
 
-        Arguments as there. Two kernels where experts may have replicas, or routing has no room beside rows.
+        Arguments are those of `route` and `push`. Two kernels run instead if experts may have replicas, or if
+        shared memory has no room for routing beside rows.
         """
         row_bytes = self._row_bytes(x)
         num_sms = num_sms or default_sms(row_bytes, compact=True)
@@ -243,8 +248,8 @@ class NvlinkExchange:
     def pull(
         self, x: Tensor, routed: Routed, num_sms: int | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Tokens to expert-major rows [L, row_capacity, D] in normal memory; rows past R, and padding, are
-        not written. out: where they go; of one rank, [rows, D] will do.
+        """Pull tokens into expert-major rows [L, row_capacity, D] in normal memory. Rows past R, and padding,
+        are not written. out: memory for the rows; [rows, D] if this process has one rank.
         """
         num_sms = num_sms or default_sms(self._row_bytes(x), compact=False)
         out = self._empty_rows(x) if out is None else out
@@ -266,11 +271,12 @@ class NvlinkExchange:
         routed: Routed | None = None,
         **choosing: Unpack[Choosing],
     ) -> tuple[Tensor, Routed]:
-        """`route` and `pull` in one kernel, first tokens under way while ranks route: expert-major rows and
-        where.
+        """Do `route` and `pull` in one kernel, which moves the first tokens while ranks route. Returns
+        expert-major rows and their routing.
 
-        Arguments as there. Two kernels where routing does not fit their shared memory, and for short rows on
-        few SMs. routed: room for the routing of as many tokens as there is room for, in the one kernel.
+        Arguments are those of `route` and `pull`. Two kernels run instead if routing does not fit shared
+        memory, and for short rows on few SMs. routed: memory for the routing of `max_tokens` tokens; only the
+        one kernel uses it.
         """
         row_bytes = self._row_bytes(x)
         num_sms = num_sms or default_sms(row_bytes, compact=False)
@@ -289,7 +295,8 @@ class NvlinkExchange:
         return out, routed
 
     def place_of_routing(self, row_bytes: int, num_sms: int) -> tuple[int, int] | None:
-        """Where one kernel routes beside the rows that it pulls; `None`: two kernels do it."""
+        """Offsets in shared memory of the routing of a kernel that also pulls rows; `None`: two kernels do
+        it."""
         at = row_bytes, num_sms
         if at not in self._places:
             self._places[at] = how.expert_shape(self.shape, row_bytes, num_sms, self._room)
@@ -307,12 +314,12 @@ class NvlinkExchange:
         quantise: bool = False,
         **choosing: Unpack[Choosing],
     ) -> tuple[Staged, Routed]:
-        """`route`, and the tokens where peers find them, in one kernel: expert-major rows that a kernel
-        brings later (`kernels.fused`), and where.
+        """Do `route`, and put the tokens where peers can read them, in one kernel. Returns expert-major rows
+        that a later kernel brings (`kernels.fused`), and their routing.
 
-        Arguments as there. One kernel brings them, behind this call and before the next one that moves rows
-        out. quantise: bf16 tokens cross as rows of the `fp8` codec; D is a multiple of 512. Raises ValueError
-        where routing does not fit a block's shared memory.
+        Arguments are those of `route` and `pull`. The kernel that brings the rows must run after this call
+        and before the next dispatch. quantise: bf16 tokens cross as rows of the `fp8` codec; D is a multiple
+        of 512. Raises ValueError if routing does not fit a block's shared memory.
         """
         self._row_bytes(x)
         routed = self._empty_routed(self.shape.max_tokens)
@@ -328,7 +335,7 @@ class NvlinkExchange:
     def stage_again(
         self, x: Tensor, routed: Routed, num_sms: int = how.STAGE_SMS, *, out: Tensor, quantise: bool = False
     ) -> Staged:
-        """`stage` of other tokens of a routing that was made before. Unless `quantise`, a rank may `pull`."""
+        """Stage other tokens over an earlier routing. Unless `quantise`, a peer may `pull` instead."""
         self._row_bytes(x)
         if self.debug:
             check_rows(routed, out.shape[-2])
@@ -340,7 +347,7 @@ class NvlinkExchange:
     def _staged(
         self, x: Tensor, out: Tensor, routed: Routed, *, quantise: bool = False
     ) -> tuple[Staged, dict[str, Any]]:
-        """Rows that are staged, and what the kernel that stages them is told."""
+        """The staged rows, and fields of the argument of the kernel that stages them."""
         if quantise:
             lay.fp8_bytes(x.shape[-1])  # refuses other widths
         pull, _ = how.pull_args(self.shape, self.layout, x, out, routed, self.next_buffer("pull"))
@@ -363,10 +370,11 @@ class NvlinkExchange:
         memory: tuple[Tensor, Routed] | None = None,
         **choosing: Unpack[Choosing],
     ) -> tuple[Tensor, Routed]:
-        """`route` and `pull` of at most 512 tokens a rank in one kernel: rows [L, row_capacity, D] and where.
+        """Do `route` and `pull` for at most 512 tokens a rank in one kernel. Returns rows
+        [L, row_capacity, D] and their routing.
 
-        Arguments as there. A captured call follows new ids and tokens at every replay. groups: is written
-        too. memory: where the results lie.
+        Arguments are those of `route` and `pull`. A captured call reads new ids and tokens at every replay.
+        groups: memory that receives the groups of rows too. memory: memory for rows and routing.
         """
         self._row_bytes(x)
         few = min(self.shape.max_tokens, lay.SMALL_TOKENS)
@@ -388,10 +396,10 @@ class NvlinkExchange:
         out: Tensor | None = None,
         **sums: Unpack[Sums],
     ) -> Tensor:
-        """Expert-major bf16 rows [L, row_capacity, D], or of one rank [rows, D], to [T, D] ([L, max_tokens,
-        D] with virtual ranks).
+        """Sum expert-major bf16 rows [L, row_capacity, D], or [rows, D] of one rank, to [T, D] at home
+        ([L, max_tokens, D] with virtual ranks).
 
-        out_dtype: bfloat16 or float32. out: where the result goes, contiguous. sums: as `Sums` says.
+        out_dtype: bfloat16 or float32. out: contiguous memory for the result. sums: see `Sums`.
         """
         width, wire = rows.shape[-1], sums.get("wire", "bf16")
         num_sms = num_sms or (lay.FP8_SMS if wire == "fp8" else default_sms(2 * width, compact=False))
@@ -417,9 +425,9 @@ class NvlinkExchange:
         out: Tensor,
         **sums: Unpack[Sums],
     ) -> None:
-        """`combine` of bf16 sums by a kernel that does something else as well, on which ranks need not agree.
-        variant: of the kernel, which takes `besides` behind what a combine takes. block: blocks of a rank,
-        threads of one, its shared memory, and blocks that are launched together.
+        """Do `combine` with bf16 sums in a kernel that also does other work; ranks need not agree on that
+        work. variant: the kernel, which takes `besides` after the arguments of a combine. block: blocks a
+        rank, threads a block, shared memory a block, and blocks a cluster.
         """
         blocks, threads, shared, cluster = block
         args = self._reduce_args(rows, out, routed, sums)
@@ -433,7 +441,8 @@ class NvlinkExchange:
         return how.reduce_args(self.shape, self.layout, rows, out, routed, sums)
 
     def most_blocks(self, variant: jit.Variant, block: tuple[int, int, int]) -> int:
-        """Blocks of a launch of one rank. block: of a cluster, threads of one and its shared memory."""
+        """The most blocks that one rank's launch can have. block: blocks a cluster, threads a block and
+        shared memory a block."""
         cluster, threads, shared = block
         if cluster == 1:
             return min(multiprocessors(self.heap.local.get_device()), lay.MAX_BLOCKS)
@@ -446,8 +455,8 @@ class NvlinkExchange:
         return self._kernels[variant]
 
     def reduced_rows(self, width: int) -> Tensor:
-        """Where the next `combine_compact` reads this rank's sums: bf16 [L, token_capacity, D] in the
-        heap.
+        """The sums of this rank that the next `combine_compact` reads: bf16 [L, token_capacity, D] in the
+        heap, for the caller to write.
         """
         return self._rows(self.layout.reduced, self.next_buffer("gather", peek=True)[0], width)
 
@@ -460,8 +469,8 @@ class NvlinkExchange:
         num_sms: int | None = None,
         out_dtype: torch.dtype = torch.bfloat16,
     ) -> Tensor:
-        """Sums that stand in `reduced_rows()` to [T, D], T of `own`. own, addend: bf16, shaped as the result;
-        own: the sums of the own tokens.
+        """Add up the sums in all ranks' `reduced_rows()`: [T, D], shaped as `own`. own: bf16, the sums of
+        this rank's tokens on this rank. addend: bf16, added last.
         """
         buffer, _ = self.next_buffer("gather")
         num_sms = num_sms or default_sms(2 * own.shape[-1], compact=True)
@@ -502,7 +511,7 @@ class NvlinkExchange:
         besides: Sequence[Any] = (),
         cluster: int = 1,
     ) -> None:
-        """`besides`: what a kernel that does more takes behind the ranks and `args`."""
+        """Launch a kernel over the local ranks. besides: its arguments after the group and `args`."""
         self.check()
         if not 1 <= blocks <= lay.MAX_BLOCKS:
             raise ValueError(f"exchange: num_sms is {blocks}; it must be 1 to {lay.MAX_BLOCKS}")
@@ -513,14 +522,14 @@ class NvlinkExchange:
         records.launch(self._kernels[variant], [self._group(blocks), args, *besides], how)
 
     def launch_again(self, launch: Any, kinds: Sequence[str], *addresses: int) -> None:
-        """A launch on record. kinds: of the calls that it was."""
+        """Make a recorded launch again. kinds: the calls that it stands for."""
         self.check()
         for kind in kinds:
             self._calls[kind] += 1
         launch.launch(*addresses)
 
     def _group(self, blocks: int) -> Struct:
-        """The ranks as every kernel is told of them; made once a number of blocks."""
+        """The struct that tells a kernel of `blocks` blocks about the ranks; made once."""
         group = self._groups.get(blocks)
         if group is None:
             group = self._groups[blocks] = self._status.group(
@@ -529,7 +538,7 @@ class NvlinkExchange:
         return group
 
     def group_of(self, local: int, blocks: int) -> Struct:
-        """Makes, once, what a launch of one rank of this process, number `local`, is told of the ranks."""
+        """The struct that tells a launch of one rank, number `local` of this process, about the ranks."""
         group = self._groups.get((local, blocks))
         if group is None:
             whole = self._group(blocks)
@@ -539,15 +548,15 @@ class NvlinkExchange:
         return group
 
     def next_buffer(self, kind: str, *, peek: bool = False) -> tuple[int, int]:
-        """The buffer of the next call and how many calls ago it was last used; a captured call keeps its
-        buffer, so from the first capture on that may have been the call before."""
+        """The buffer of the next call, and how many calls ago it was last used. A captured call keeps its
+        buffer, so after the first capture that may be one call ago."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing() and not peek:
             self._captured = True
         buffers = self.shape.buffers
         return self._calls[kind] % buffers, 1 if self._captured else buffers
 
     def _count_routing(self, blocks: int) -> None:
-        """A kernel that is launched for rows routes too."""
+        """Count a routing that a kernel for rows does as well."""
         self._calls["route"] += 1
         self.last_sms["route"] = blocks
 
@@ -561,7 +570,7 @@ class NvlinkExchange:
         return poison(tensor) if self.debug else tensor
 
     def _poison_expired(self) -> None:
-        """The rows whose lease the next push ends; no peer writes there before that has begun."""
+        """Poison the rows whose lease the next push ends; no peer writes there before that push begins."""
         s = self.shape
         call = self._calls["push"] - max(1, s.buffers - 1) + 1
         if self.debug and call > 0:

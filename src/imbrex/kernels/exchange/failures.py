@@ -1,10 +1,8 @@
-"""Failures of an exchange, and who says so.
+"""Failures of an exchange: the words in which kernels report them, and the checks of `IMBREX_DEBUG=1`.
 
-The error of a failed call is made of the words that its kernels leave on the host. Checks that
-`IMBREX_DEBUG=1` adds look at bounds before a kernel uses them, and fill memory that nobody has written with
-ones, which read as NaN, or as no row.
-
-Looking costs a host synchronisation a call; a call that is being captured in a CUDA graph is not looked at.
+A kernel that fails leaves words on the host, and the error message is made of these. `IMBREX_DEBUG=1` checks
+bounds before a kernel uses them, and fills unwritten memory with ones, which read as NaN or as no row. The
+checks cost a host synchronisation a call; calls that are being captured in a CUDA graph are not checked.
 """
 
 from __future__ import annotations
@@ -22,14 +20,14 @@ from imbrex.kernels.structs import Struct
 
 
 class ExchangeError(RuntimeError):
-    """A wait of a kernel ran out, or a peer gave up; the text says who missed what. The exchange cannot be
-    used again."""
+    """A kernel's wait timed out, or a peer gave up; the text names the rank and what it waited for. The
+    exchange cannot be used again."""
 
 
 class Status:
-    """The words that the kernels over a heap leave on the host, a row for every rank of this process: zeros
-    while all is well. timeout: seconds, as the error says. kinds, phases: names of calls and of what they
-    wait for."""
+    """The words that the kernels over a heap leave on the host, a row for every rank of this process; zeros
+    mean no failure. timeout: seconds, for the error message. kinds, phases: names of calls and of the things
+    they wait for."""
 
     def __init__(
         self,
@@ -55,7 +53,7 @@ class Status:
                 raise_failure(self.words_L8.tolist(), self.timeout, *self._names)
 
     def group(self, *, ranks: int, blocks: int, layer: int = 0, layout: lay.Layout | None = None) -> Struct:
-        """The ranks as a launch of `blocks` is told of them. layout: where its heap has flags, if any."""
+        """The struct that tells a launch of `blocks` about the ranks. layout: the heap's, if it has flags."""
         return lay.Group(
             heap=(ctypes.c_uint64 * lay.MAX_RANKS)(*self.heap.bases),
             timeout_ns=int(self.timeout * 1e9),
@@ -76,8 +74,8 @@ def raise_failure(
     kinds: Sequence[str] = lay.KINDS,
     phases: Sequence[str] = lay.PHASES,
 ) -> None:
-    """Where one of the ranks' statuses says so; the rank that failed itself before one that a peer told.
-    kinds, phases: the names of calls and of what they wait for."""
+    """Raise `ExchangeError` if a rank's status reports a failure, rather its own than a peer's. kinds,
+    phases: names of calls and of the things they wait for."""
     failures = [status for status in statuses if status[0]]
     if not failures:
         return
@@ -92,7 +90,7 @@ def raise_failure(
 
 
 def poison(tensor: Tensor) -> Tensor:
-    """All bits one: NaN in every float format, -1 in every integer."""
+    """Set all bits to one: NaN in every float format, -1 in every integer."""
     for part in [tensor] if tensor.is_contiguous() else tensor:  # the heap is, rank by rank
         part.view(torch.uint8).fill_(0xFF)
     return tensor
@@ -103,7 +101,7 @@ def _capturing(tensor: Tensor) -> bool:
 
 
 def check_choices(shape: lay.Shape, ids: Tensor, tokens: Tensor | None) -> None:
-    """ValueError where a rank's ids are none of the experts, or twice in a token, or tokens too many."""
+    """Raise ValueError if ids are out of range or repeated within a token, or if tokens are too many."""
     if _capturing(ids):
         return
     ids_LTK = ids if ids.dim() == 3 else ids[None]
@@ -125,7 +123,7 @@ def check_choices(shape: lay.Shape, ids: Tensor, tokens: Tensor | None) -> None:
 
 
 def check_rows(routed: Routed, num_rows: int) -> None:
-    """ValueError where a routing has positions past the rows that are given, or its own counts."""
+    """Raise ValueError if a routing has positions past the `num_rows` rows, or below -1."""
     if _capturing(routed.position_LWTK):
         return
     # host sync: asked for by IMBREX_DEBUG
@@ -138,7 +136,7 @@ def check_rows(routed: Routed, num_rows: int) -> None:
 
 
 def check_sent(shape: lay.Shape, routed: Routed) -> None:
-    """ValueError where a routing sends rows past what a peer has room for."""
+    """Raise ValueError if a routing sends more rows than a peer has room for."""
     if _capturing(routed.send_row_LTW):
         return
     # host sync: asked for by IMBREX_DEBUG

@@ -1,4 +1,4 @@
-"""Groups of rows as a dispatch leaves them for the experts."""
+"""The groups of rows, one a slot, that a dispatch leaves for the experts' products."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from imbrex.kernels.ffn.glue import hit_words
 
 
 class RowGroups(NamedTuple):
-    """The gate weights of a dispatch's rows, float32 [L, R], unset where no choice has the row; how many rows
-    every slot has, int64 [L, e]; int32 [L, counters + e], zeros and then where they end; and which slots have
-    any, int32 (ffn/hits.cuh), unset but by a small dispatch. Of one rank without the dimension L."""
+    """The groups of a dispatch's rows; tensors of one rank lack the dimension L.
+
+    weights: float32 [L, R], gate weights of the rows; unset for rows of no choice.
+    counts: int64 [L, e], rows of every slot.
+    plan: int32 [L, counters + e], zeros, then the end of every slot's rows.
+    hits: int32, the slots that have rows (ffn/hits.cuh); only a small dispatch sets it.
+    """
 
     weights: Tensor
     counts: Tensor
@@ -22,7 +26,7 @@ class RowGroups(NamedTuple):
 
 
 def empty_groups(local_ranks: int, rows: int, slots: int, counters: int, device: torch.device) -> RowGroups:
-    """Room for what a small dispatch says of its rows: weights, counts, plan of the products, slots hit."""
+    """Unset memory for the groups of a small dispatch."""
     local = (local_ranks,) if local_ranks > 1 else ()
     return RowGroups(
         torch.empty((*local, rows), dtype=torch.float32, device=device),
@@ -33,7 +37,7 @@ def empty_groups(local_ranks: int, rows: int, slots: int, counters: int, device:
 
 
 def group_fields(groups: RowGroups | None) -> dict[str, Any]:
-    """The fields of a small dispatch's argument that say where they go; `None`: nowhere."""
+    """The fields of a small dispatch's argument that hold the groups' addresses; `None`: nulls."""
     weights, counts, plan, hits = groups or (None, None, None, None)
     slots = 0 if counts is None else counts.shape[-1]
     return {

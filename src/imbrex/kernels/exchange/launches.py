@@ -1,4 +1,4 @@
-"""Launches of the exchange's kernels: how many blocks, what shared memory, which arguments."""
+"""Launch parameters of the exchange's kernels: blocks, shared memory and argument structs."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ from imbrex.kernels.exchange.variants import BESIDE_THREADS, MOVER_THREADS
 from imbrex.kernels.routing.routed import Routed, Tables
 
 SCRATCH_BYTES, WINDOWS_BYTES = 320, 640
-"""Room for what a block knows of its scratch, and of windows of it."""
+"""Bytes of shared memory for a block's record of its scratch, and of windows of it."""
 FEW_SMS, NARROW_BYTES = 32, 8192
-"""Rows of 4096 bytes on 4 H200: 244 us in one kernel, 228 in two on 24 SMs; 195 and 205 on 32. Half as many
-threads route beside those that stage."""
+"""Fewer SMs, and rows shorter than this, take two kernels to dispatch. Rows of 4096 bytes on 4 H200: 244 us
+in one kernel and 228 in two on 24 SMs, 195 and 205 on 32. In the one kernel half as many threads route."""
 STAGE_SMS = 64
-"""Blocks of routing with staging: 16384 tokens of 2048 values on two H200 in 41 us (32 SMs: 65, 132: 42), of
-7168 values in 90 (144, 77)."""
+"""Blocks of a kernel that routes and stages. 16384 tokens of 2048 values on two H200 take 41 us (on 32 SMs
+65, on 132 42), of 7168 values 90 (144, 77)."""
 FEW, MORE = (8, 16), (24, 32)
-"""SMs for compact and for expert-major rows: enough for the wire, and for rows shorter than `NARROW_BYTES`,
-of which an SM moves fewer bytes."""
+"""SMs for compact and for expert-major rows, in each case for long rows and for rows shorter than
+`NARROW_BYTES`, of which an SM moves fewer bytes. These saturate the wire."""
 MOST_WINDOW = 4
-"""Chunks that are routed at once beside rows: more shared memory for routing is less for rows."""
+"""The most chunks that a kernel which also moves rows routes at once. More leave less shared memory for
+rows."""
 
 
 def default_sms(row_bytes: int, *, compact: bool) -> int:
-    """SMs of a call that does not say how many."""
+    """The SMs of a call without `num_sms`."""
     return (FEW if compact else MORE)[row_bytes < NARROW_BYTES]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PushShape:
-    """A block of a pushing kernel. quantisers: warps. scratch_at, early_from: where routing keeps
-    what it knows in shared memory, `window` chunks at once."""
+    """A block of a pushing kernel. quantisers: warps that quantise. scratch_at, early_from: offsets of the
+    routing's shared memory, for `window` chunks at once."""
 
     stages: int
     quantisers: int
@@ -54,16 +55,16 @@ class PushShape:
 
 
 def push_shape(row_bytes: int, ranks: int, *, quantise: bool, besides: int = 0) -> PushShape:
-    """The shape of a push. row_bytes: of a row that crosses. besides: bytes of shared memory for something
-    else."""
+    """The shape of a push. row_bytes: bytes of a row that crosses. besides: bytes of shared memory kept for
+    other uses."""
     quantisers = lay.quantisers_of(row_bytes, ranks, besides) if quantise else 0
     stages, shared = lay.mover_shared(row_bytes, ranks, quantisers, besides)
     return PushShape(stages=stages, quantisers=quantisers, shared=shared)
 
 
 def dispatch_shape(shape: lay.Shape, row_bytes: int, blocks: int, *, quantise: bool) -> PushShape | None:
-    """The shape of a push that routes, or `None` where rows and routing do not fit one block: two kernels do
-    it then."""
+    """The shape of a push that also routes; `None` if rows and routing do not fit one block's shared memory,
+    so that it takes two kernels."""
     chunks = -(-shape.ranks * -(-shape.max_tokens // lay.CHUNK) // blocks)
     owners, segments = shape.ranks // shape.tensor, -(-shape.max_tokens // lay.SEGMENT)
     early = 4 * (1 + shape.ranks * owners + 2 * -(-segments // blocks) * owners) + segments * owners
@@ -86,8 +87,8 @@ def dispatch_shape(shape: lay.Shape, row_bytes: int, blocks: int, *, quantise: b
 
 
 def expert_shape(shape: lay.Shape, row_bytes: int, blocks: int, room: int) -> tuple[int, int] | None:
-    """Where routing keeps what it knows and the word after it, in the shared memory of a kernel that pulls
-    rows later; None where there is no room, or two kernels are quicker.
+    """Offsets, in the shared memory of a kernel that routes and then pulls, of the routing's scratch and of
+    the word after it; `None` if there is no room, or two kernels are faster.
     """
     if blocks < FEW_SMS and row_bytes < NARROW_BYTES:
         return None
@@ -100,7 +101,7 @@ def expert_shape(shape: lay.Shape, row_bytes: int, blocks: int, room: int) -> tu
 
 
 def rank_stride(x: Tensor | None) -> int:
-    """Bytes between the ranks of a launch; 0 where there is one, whose tensors need no dimension for it."""
+    """Bytes from one rank's part of a tensor to the next; 0 for tensors of a single rank."""
     return x.stride(0) * x.element_size() if x is not None and x.dim() == 3 else 0
 
 
@@ -113,7 +114,7 @@ def push_args(
     tokens: Tensor | None,
     buffer: tuple[int, int],
 ) -> Any:
-    """Arguments of a push. buffer: which of the buffers, and how many calls ago it was last used."""
+    """The arguments of a push. buffer: its number, and how many calls ago it was last used."""
     quantise = block.quantisers > 0
     assert not quantise or x.dtype == torch.bfloat16
     row_bytes = x.shape[-1] * x.element_size()
@@ -174,12 +175,13 @@ def pull_args(
 
 
 class Choosing(TypedDict, total=False):
-    """How a call of an exchange routes.
+    """Options of a call's routing.
 
-    tally: int32 [L, W, S]; choices of every rank for every slot are added to it. tables: of another placement
-    of as many experts in the same slots; layers share a heap. balanced: replicas are chosen by the loads of
-    this batch, as `split_balanced`; else in equal parts. traffic: int32 [L, W, W]; how many tokens of every
-    rank every rank wants, its own included, is written to it (`route` alone).
+    tally: int32 [L, W, S]; the choices of every rank for every slot are added to it.
+    tables: those of another placement, of as many experts and slots: layers share a heap.
+    balanced: replicas are chosen by the loads of this batch, as `split_balanced` does; else in equal parts.
+    traffic: int32 [L, W, W]; `route` writes the tokens that every rank sends to every rank to it, with those
+        that stay.
     """
 
     tally: Tensor | None
@@ -189,9 +191,8 @@ class Choosing(TypedDict, total=False):
 
 
 class RoutingPlan(NamedTuple):
-    """The common part of all routings of an exchange: its slots, and room for how many replicas of an expert.
-
-    tables: of the placement, where a call brings none."""
+    """The common part of all routings of an exchange. slots: of all ranks. room: the slots that replicas may
+    take. tables: the placement's, for calls that bring none."""
 
     shape: lay.Shape
     layout: lay.Layout
@@ -210,7 +211,7 @@ def route_args(
     *,
     small: bool = False,
 ) -> ctypes.Structure:
-    """The struct of the routing kernel. small: of a kernel that routes a small batch by itself."""
+    """The argument of the routing kernel. small: of a small dispatch, whose blocks route by themselves."""
     shape, where, room, to = plan.shape, plan.layout, plan.room, routed.addresses
     tables = choosing.get("tables") or plan.tables
     return lay.Route(
@@ -250,7 +251,7 @@ def route_args(
 def check_inputs(
     shape: lay.Shape, ids: Tensor, weights: Tensor, tokens: Tensor | None, max_tokens: int
 ) -> None:
-    """ValueError where choices are not those of a token, or more than there is room for."""
+    """Raise ValueError if ids have another number of choices, or more tokens than there is room for."""
     if tokens is None and (ids.shape[-1] != shape.choices or ids.shape[-2] > max_tokens):
         raise ValueError(
             f"exchange: ids of shape {tuple(ids.shape)}; here there is room for at most {max_tokens} tokens "
@@ -263,7 +264,7 @@ def check_inputs(
 
 
 def check_shape(placement: Placement, shape: lay.Shape, *, moves: bool) -> None:
-    """ValueError where the kernels cannot serve. moves: rows, not only routing."""
+    """Raise ValueError if the kernels cannot serve this shape. moves: they move rows too, not only route."""
     if placement.num_ranks * shape.tensor != shape.ranks or placement.num_experts != shape.experts:
         raise ValueError(
             f"exchange: a placement of {placement.num_experts} experts on {placement.num_ranks} ranks for "
@@ -280,7 +281,7 @@ def check_shape(placement: Placement, shape: lay.Shape, *, moves: bool) -> None:
 
 
 MOST_FP8 = 17408
-"""Values of a row whose scales every warp has room for."""
+"""The most values of a row whose scales fit a warp's shared memory."""
 
 
 def check_wire(wire: str, width: int) -> None:
@@ -292,13 +293,14 @@ def check_wire(wire: str, width: int) -> None:
 
 
 class Sums(TypedDict, total=False):
-    """The terms of a combine, and how they cross.
+    """The terms of a combine, and the form in which they cross.
 
-    weighted: multiply rows by the gate weights (by default in `combine` alone). addend: bf16, shaped as the
-    result, joins the sum last (the shared experts' output). values: float32 numbers of the rows, [R] (or [L,
-    row_capacity]), and where those of every choice's row go, [T, K] (or [L, max_tokens, K]). pieces: as of
-    `lay.combine_pieces`, the same on all ranks. wire: "bf16", or "fp8": a rank's sums cross as rows of the
-    `fp8` codec; D is then a multiple of 256.
+    weighted: multiply rows by the gate weights; by default only `combine` does.
+    addend: bf16, shaped as the result; added last (the shared experts' output).
+    values: float32 numbers of the rows, [R] (or [L, row_capacity]), and the memory at home for the number of
+        every choice, [T, K] (or [L, max_tokens, K]).
+    pieces: as `lay.combine_pieces` gives them, the same on all ranks.
+    wire: "bf16", or "fp8": sums cross as rows of the `fp8` codec, and D is a multiple of 256.
     """
 
     weighted: bool
@@ -311,8 +313,7 @@ class Sums(TypedDict, total=False):
 def reduce_args(
     shape: lay.Shape, layout: lay.Layout, rows: Tensor, out: Tensor, routed: Routed, sums: Sums
 ) -> ctypes.Structure:
-    """Arguments of a combine of expert-major rows. pieces: tokens that a warp draws at once, parts of a row,
-    warps that begin by reducing."""
+    """The arguments of a combine of expert-major rows."""
     width, max_tokens, at = rows.shape[-1], routed.max_tokens, routed.addresses
     wire, addend = sums.get("wire", "bf16"), sums.get("addend")
     check_wire(wire, rows.shape[-1])
@@ -331,7 +332,7 @@ def reduce_args(
         recv_row=at.recv_row_LWT,
         send_row=at.send_row_LTW,
         tokens=at.tokens_LW,
-        # No rows have no address, by which the kernel would take it that no numbers go home.
+        # An empty tensor has no address, and the kernel reads a null as: no numbers go home.
         values=numbers if numbers is None or numbers.numel() else home,
         values_out=home,
         values_at=layout.values,
@@ -365,7 +366,8 @@ def small_args(
     num_sms: int,
     groups: RowGroups | None,
 ) -> ctypes.Structure:
-    """Arguments of a dispatch of at most `few` tokens a rank, which routes by `route` and writes `groups`."""
+    """The arguments of a dispatch of at most `few` tokens a rank. route: its routing's. groups: memory that
+    it writes the groups to."""
     if num_sms < 2:
         raise ValueError(
             "exchange: a small dispatch needs at least 2 SMs, as some push and some route; give more"
@@ -396,7 +398,7 @@ def gather_args(
     routed: Routed,
     buffer: int,
 ) -> tuple[ctypes.Structure, lay.GatherShape]:
-    """Arguments of a combine of sums that stand in the heap, and how its blocks are cut."""
+    """The arguments of a combine of sums that stand in the heap, and the shape of its blocks."""
     row_bytes = 2 * own.shape[-1]
     block = lay.gather_shape(row_bytes)
     args = lay.Gather(

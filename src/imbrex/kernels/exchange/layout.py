@@ -1,25 +1,23 @@
-"""The heap of an exchange and the structs its kernels take, as `protocol.cuh` and the `.cu` files have them.
+"""The heap of an exchange, and the structs of its kernels as `protocol.cuh` and the `.cu` files declare them.
 
-What is where, in the heap of every rank (one symmetric allocation, sized once for the worst case):
+Every rank has the same heap, one symmetric allocation, sized once for the worst case:
 
-    control         status, epochs, flags of peers          written by peers (flags) and by this rank (the
-    rest)
+    control         status, epochs, flags of peers          flags: peers write them; the rest: this rank
     staged flags    u32 [W, groups]                         peer w has staged group g of its tokens
     reduced flags   u32 [W, groups]                         peer w has reduced group g of this rank's tokens
     choices         int32 and float32 [2, W, T, K]          ids and gate weights of every rank, two calls deep
-    scratch         int32                                   of this rank's own routing blocks
+    scratch         int32                                   this rank's routing blocks
     received        [buffers, token capacity, row]          compact rows, pushed by peers
     staged          [buffers, T, row]                       this rank's tokens, pulled by peers
     reduced         [buffers, token capacity, row]          sums given by the caller, pulled by peers
     partials        [2, W - 1, T, row]                      sums of this rank's tokens, pushed by peers
-    values          float32 [2, W - 1, T, K]                numbers of its choices' rows, with the sums
+    values          float32 [2, W - 1, T, K]                numbers of the choices' rows, with the sums
     inbox           [buffers, W, early groups, row]         first tokens of every rank, pushed by peers
-    early           u64 [2, W, blocks, W], [2, T / 32, W]   tokens that every owner gets, with the epoch above
+    early           u64 [2, W, blocks, W], [2, T / 32, W]   tokens of every owner; the upper half is the epoch
 
 Every flag has one writer and only grows. Nothing is reset: a call number (epoch) distinguishes old from new.
-A buffer is written again only when every peer has begun a later call of the same kind ("credit"), which,
-with two
-buffers, it nearly always has: no barrier stands in the way of the data.
+A buffer is written again once every peer has begun a later call of the same kind ("credit"). With two buffers
+that has nearly always happened already, so data meets no barrier.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from imbrex.kernels.routing.split_layout import flow_bytes
 from imbrex.kernels.structs import struct
 
 MAX_RANKS, MOST_RANKS = 64, 16
-"""Most ranks that can route, and that can exchange rows."""
+"""The most ranks that can route (64), and the most that can also exchange rows (16)."""
 MAX_BLOCKS = 132
 KINDS = ("route", "push", "pull", "combine", "small", "gather", "small rows", "token choice")
 PHASES = (
@@ -72,21 +70,22 @@ Expert = struct("exchange/expert.cu", "Expert")
 Stage = struct("exchange/stage.cu", "Stage")
 StageAgain = struct("exchange/stage_again.cu", "StageAgain")
 CONTROL_BYTES, OVERFLOWS_AT = -(-ctypes.sizeof(Control) // 512) * 512, Control.overflows.offset
-"""The first bytes of every heap; where in them the calls that did not fit are counted."""
+"""Bytes of the `Control` at the start of every heap, and the offset in it of the count of overflows."""
 SMALL_SMS = 64
 SMALL_PUSHERS = 16
 SMALL_TOKENS = 512
-"""Most tokens of a rank in a small dispatch; a heap whose calls may be larger has room for these besides."""
+"""The most tokens of a rank in a small dispatch. A heap for larger calls has memory for small ones too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """The numbers that an exchange is sized for.
+    """The sizes that an exchange is made for.
 
-    max_tokens: T, most tokens of a rank. row_bytes: most bytes of a row, a multiple of 16.
-    most_slots: local slots of the fullest rank. token_capacity: rows a rank can receive (compact).
-    row_capacity: expert-major rows a rank can hold, padding included. alignment: rows of a slot are a
-        multiple. tensor: ranks that share every expert: rank p holds a part of those of owner p // tensor.
+    max_tokens: the most tokens of a rank. row_bytes: the most bytes of a row, a multiple of 16.
+    most_slots: local slots of the fullest rank. token_capacity: compact rows that a rank can receive.
+    row_capacity: expert-major rows that a rank can hold, padding included.
+    alignment: the rows of a slot are padded to a multiple of it.
+    tensor: ranks that share every expert: rank p holds a part of the experts of owner p // tensor.
     """
 
     ranks: int
@@ -102,13 +101,14 @@ class Shape:
     tensor: int = 1
 
     def mean_rows(self, tokens: int) -> int:
-        """Expert-major rows of a rank in the mean, where every rank has so many tokens."""
+        """The mean of expert-major rows of a rank if every rank has `tokens` tokens."""
         return tokens * self.choices * self.tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Offsets in a heap, in bytes; value_bytes, partial_bytes: sizes of what stands there twice."""
+    """Offsets of the parts of a heap, in bytes. value_bytes, partial_bytes: sizes of one of the two buffers
+    of `values` and of `partials`."""
 
     staged_flags: int
     reduced_flags: int
@@ -132,7 +132,7 @@ class Layout:
 
 
 def layout(shape: Shape, *, compact: bool = True, expert: bool = True) -> Layout:
-    """Offsets of the parts; `compact` and `expert` say for which layouts of rows there is room."""
+    """The layout of a heap. compact, expert: the layouts of rows that it has room for."""
     at = CONTROL_BYTES
 
     def take(nbytes: int) -> int:
@@ -144,7 +144,7 @@ def layout(shape: Shape, *, compact: bool = True, expert: bool = True) -> Layout
     flags = max(tokens, SMALL_PARTS * few)
     chunks = ranks * -(-tokens // CHUNK)
     rows = shape.buffers * shape.token_capacity * shape.row_bytes
-    # Of the other ranks: numbers of rows that come with a combine's sums, and sums, whatever they cross as.
+    # From the other ranks: numbers of rows that come with a combine's sums, and sums, in either wire format.
     value_bytes = 4 * (ranks - 1) * tokens * shape.choices
     partial_bytes = (ranks - 1) * tokens * max(shape.row_bytes, wire_bytes(1, "fp8"))
     return Layout(
@@ -173,11 +173,11 @@ def layout(shape: Shape, *, compact: bool = True, expert: bool = True) -> Layout
 
 
 EARLY_BYTES = 12 << 20
-"""Bytes that a rank stores at its peers while ranks route: some 38 us of the wire."""
+"""The most bytes that a rank pushes to its peers while ranks route: some 38 us of the wire."""
 
 
 def early_groups(shape: Shape) -> int:
-    """Groups of 32 / W tokens that a rank stores at all peers before it knows who wants them."""
+    """Groups of 32 / W tokens that a rank pushes to all peers before it knows who wants them."""
     if shape.ranks == 1:
         return 0
     group, tokens = 32 // shape.ranks, EARLY_BYTES // ((shape.ranks - 1) * shape.row_bytes)
@@ -185,8 +185,8 @@ def early_groups(shape: Shape) -> int:
 
 
 def route_shared(shape: Shape, chunks: int, room: int = 0, window: int = 0) -> int:
-    """Shared memory of a routing block that has `chunks` chunks, `window` of them at once (0: all). room:
-    slots more than experts.
+    """Bytes of shared memory of a block that routes `chunks` chunks, `window` of them at once (0: all). room:
+    slots beyond one an expert.
     """
     owner_words = CHUNK // 2 if shape.ranks <= MOST_RANKS else 2 * CHUNK
     words = (window or chunks) * (4 + 5 * shape.experts + CHUNK * shape.choices // 2 + owner_words)
@@ -198,8 +198,8 @@ def route_shared(shape: Shape, chunks: int, room: int = 0, window: int = 0) -> i
 
 
 def route_blocks(shape: Shape, wanted: int, room: int = 0, fewest: int | None = None) -> tuple[int, int]:
-    """Blocks of the routing kernel and its shared memory: `wanted` blocks, or more where their masks do not
-    fit. fewest: by default as many as have four chunks, which are quicker than meeting another block.
+    """Blocks of the routing kernel, and their shared memory: `wanted` blocks, or more if the masks of so few
+    do not fit. fewest: by default a block for every four chunks, which cost less than a wait for more blocks.
     """
     chunks = shape.ranks * -(-shape.max_tokens // CHUNK)
     for blocks in range(min(wanted, fewest or -(-chunks // 4)), MAX_BLOCKS + 1):
@@ -214,15 +214,15 @@ def route_blocks(shape: Shape, wanted: int, room: int = 0, fewest: int | None = 
 
 
 def small_pushers(ranks: int, sms: int) -> int:
-    """Blocks of a small dispatch that push: 8 a peer, at most `SMALL_PUSHERS`; the others route and place.
+    """Blocks of a small dispatch that push, 8 a peer and at most `SMALL_PUSHERS`; the others route and place.
 
-    128 tokens on two H200, 64 SMs: 25.9 us with 8, 27.6 with 16.
+    128 tokens on two H200 with 64 SMs take 25.9 us with 8, and 27.6 with 16.
     """
     return max(1, min(SMALL_PUSHERS, 8 * (ranks - 1), sms // 2))
 
 
 def small_shared(shape: Shape, tokens: int, room: int = 0) -> int:
-    """Shared memory of a block that routes at most `tokens` tokens a rank alone."""
+    """Bytes of shared memory of a block that routes by itself, for at most `tokens` tokens a rank."""
     chunks = shape.ranks * -(-tokens // CHUNK)
     nbytes = route_shared(shape, chunks, room)
     nbytes += 4 * chunks * (CHUNK * shape.choices + shape.experts + shape.ranks) + 4 * shape.ranks
@@ -240,10 +240,10 @@ QUANTISERS = 14
 
 @functools.cache
 def mover_shared(row_bytes: int, targets: int, quantisers: int = 0, besides: int = 0) -> tuple[int, int]:
-    """Stages and bytes of shared memory of a kernel that moves rows to at most `targets` addresses each.
+    """Stages, and bytes of shared memory, of a kernel that moves rows to at most `targets` addresses each.
 
-    quantisers: warps between, each of which keeps the scales of a row; the stages are a multiple of them.
-    besides: bytes that something else in the block needs.
+    quantisers: warps that quantise, each of which keeps the scales of a row. Stages are a multiple of them.
+    besides: bytes of shared memory kept for other uses.
     """
     fixed = 1024 + 4 * (16 + 32 * (16 + 8 * targets)) + 128 + quantisers * 4 * (row_bytes // 256)
     slot = -(-row_bytes // 128) * 128
@@ -257,12 +257,12 @@ def mover_shared(row_bytes: int, targets: int, quantisers: int = 0, besides: int
 
 
 def quantisers_of(row_bytes: int, targets: int, besides: int = 0) -> int:
-    """Warps that quantise rows of so many bytes: one for every stage, at most 14."""
+    """The number of warps that quantise rows of `row_bytes`: one for every stage, at most 14."""
     return min(QUANTISERS, mover_shared(row_bytes, targets, 0, besides)[0] - 1)
 
 
 FP8_MULTIPLE = 128
-"""Rows that begin elsewhere cross 6 % slower."""
+"""Alignment of fp8 rows; rows that begin at other addresses cross 6 % slower."""
 
 
 def fp8_pitch(width: int) -> int:
@@ -281,34 +281,34 @@ SMALL_PARTS = 4
 REDUCE_WARPS, REDUCE_SLOTS, REDUCE_STEP = 16, 6, 2048
 TERMS_BYTES = 52 * 16 + 16
 FP8_SMS = 32
-"""SMs of a combine whose sums cross as fp8: from here on it is faster than bf16, on 24 not."""
+"""SMs of a combine whose sums cross as fp8. With 32 it is faster than bf16, with 24 it is not."""
 
 
 @functools.cache
 def reduce_shared(row_bytes: int, wire: str) -> int:
-    """Shared memory of the combine kernel: each warp has slots for steps of REDUCE_STEP bytes, two lists of
-    terms and, where sums cross as fp8, the scales of a row.
+    """Bytes of shared memory of the combine kernel. Each warp has slots for steps of REDUCE_STEP bytes, two
+    lists of terms and, if sums cross as fp8, the scales of a row.
     """
     scales = 16 * _wire_steps(row_bytes) if wire == "fp8" else 0
     return REDUCE_WARPS * (REDUCE_SLOTS * REDUCE_STEP + 2 * TERMS_BYTES + scales)
 
 
 def _wire_steps(row_bytes: int) -> int:
-    """Steps of a row, of 512 values each: as many as a warp encodes at once."""
+    """Steps of a row. A warp encodes a step of 512 values at once."""
     return -(-row_bytes // 1024)
 
 
 @functools.cache
 def wire_bytes(row_bytes: int, wire: str) -> int:
-    """Bytes from one sum to the next where they cross as `wire`: `exchange/wire.cuh` says what is in it."""
+    """Bytes from one sum to the next when they cross as `wire`. `exchange/wire.cuh` describes the format."""
     return -(-(_wire_steps(row_bytes) * (512 + 16)) // 128) * 128 if wire == "fp8" else row_bytes
 
 
 @functools.cache
 def combine_pieces(max_tokens: int, wire: str = "bf16", row_bytes: int = 0) -> tuple[int, int, int]:
-    """Tokens that a warp draws at once, parts of a row, and warps that begin by reducing: measured.
+    """Tokens that a warp takes at once, parts of a row, and warps that begin by reducing; chosen by timing.
 
-    row_bytes: a part of few tokens is at least what a warp adds in a step.
+    row_bytes: with it, the parts of few tokens' rows are at least what a warp adds in a step.
     """
     reducers = 14 if wire == "fp8" else 10
     parts = min(SMALL_PARTS, max(1, row_bytes // REDUCE_STEP)) if row_bytes else SMALL_PARTS
@@ -316,20 +316,20 @@ def combine_pieces(max_tokens: int, wire: str = "bf16", row_bytes: int = 0) -> t
 
 
 def most_pieces(args: ctypes.Structure, ranks: int) -> int:
-    """Pieces of a rank's combine, the own tokens' and the others', where all ranks have all tokens."""
+    """Pieces of a rank's combine, of its own tokens and the others', if every rank has `max_tokens`."""
     return -(-args.max_tokens // args.piece_tokens) * args.parts * ranks
 
 
 GATHER_WARPS = 16
 GATHER_COLUMNS = 2048
-"""Bytes of a piece that a warp adds."""
+"""Bytes of a piece that one warp adds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatherShape:
-    """How a block of the kernel that adds pulled sums is cut: crews of a loading warp and `adders` others.
+    """A block of the kernel that adds pulled sums: crews of one warp that loads and `adders` that add.
 
-    piece_bytes: of a row. slots: pieces that a crew has room for.
+    piece_bytes: bytes of a row that a crew adds at once. slots: pieces that a crew has room for.
     """
 
     piece_bytes: int
@@ -343,15 +343,15 @@ class GatherShape:
 
     @property
     def shared(self) -> int:
-        """Barriers, slots, and what the last warp reads behind the last slot."""
+        """Bytes of shared memory: barriers, slots, and what the last warp reads past the last slot."""
         pitch = -(-self.piece_bytes // 128) * 128
         behind = self.adders * GATHER_COLUMNS - pitch
         return 1024 + self.crews * self.slots * pitch + behind
 
 
 def gather_shape(row_bytes: int) -> GatherShape:
-    """Two crews or more, so that one adds while the other waits. Pieces are whole rows, or multiples of 128
-    bytes: others cross at half the rate.
+    """The shape for rows of `row_bytes`: two crews or more, so that one adds while the other waits. Pieces
+    are whole rows, or multiples of 128 bytes: others cross at half the rate.
     """
     pieces = -(-row_bytes // ((GATHER_WARPS // 2 - 1) * GATHER_COLUMNS))
     piece = row_bytes if pieces == 1 else -(-row_bytes // (128 * pieces)) * 128

@@ -1,4 +1,4 @@
-"""Rows that are on loan: received where peers write them, in the heap; or staged, for a kernel to bring."""
+"""Rows that a later call takes back: compact rows in the heap, and staged rows that a kernel brings."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from imbrex.kernels.routing.routed import Routed
 from imbrex.kernels.structs import Struct
 
 COUNTED = 128
-"""Rows that one counter counts (kCounted of fused/movers.cuh)."""
+"""The rows of one counter (kCounted of fused/movers.cuh)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Staged:
     """Everything that a kernel needs to bring the rows of a call, for every rank L of this process.
 
-    x: the own tokens, [.., T, D]. rows: expert-major, [.., room, D], to be filled; without L where that is 1.
-    token_LR: int32; rank * max_tokens + token of every row. there_LC: int32; rows of every 128 that have
-        come, zeros.
-    position_LWTK, totals_L4: of `Routed`. staged_at: where in every heap the tokens are.
-    group: from a local rank and a number of blocks to what a launch is told of the ranks.
-    exchange: a number of whose call it was.
-    pitch: bytes from one staged row to the next, where these are of the fp8 codec; else 0.
-    movers: the first blocks, whose idle warps bring rows; `None`: all.
-    plan: of the rows' groups (`kernels.ffn.glue.Groups`), of one rank, where somebody has made it.
-    own_e2: int32, of one rank, where who brings rows shall write the first own row of every expert, and the
-        one behind the last.
+    x: this rank's tokens, [L, T, D]. rows: expert-major memory to fill, [L, room, D]. Of a single rank both
+        lack L.
+    token_LR: int32; rank * max_tokens + token of every row.
+    there_LC: int32; how many of every 128 rows have arrived, at first zeros.
+    position_LWTK, totals_L4: as in `Routed`. staged_at: the offset of the tokens in every heap.
+    group: makes the struct that tells a launch about the ranks, from a local rank and a number of blocks.
+    exchange: the serial number of the exchange that staged the rows.
+    pitch: bytes from one staged row to the next if they are of the fp8 codec; else 0.
+    movers: how many blocks, from the first, bring rows with idle warps; `None`: all.
+    plan: the plan of the rows' groups (`kernels.ffn.glue.Groups`) of one rank, if it has been made.
+    own_e2: int32, of one rank: memory for the first own row of every expert and the one behind its last, if
+        the kernel that brings rows is to write them.
     """
 
     x: Tensor
@@ -51,8 +52,8 @@ class Staged:
 def staged_rows(
     x: Tensor, rows: Tensor, routed: Routed, pull: Any, **where: Any
 ) -> tuple[Staged, dict[str, Any]]:
-    """The needs of a kernel that brings `rows`, and fields of the one that stages them. pull: where it stages
-    the tokens `x`. where: the fields `group`, `exchange` and `pitch` of `Staged`."""
+    """The `Staged` for a kernel that brings `rows`, and the fields of the argument of the kernel that stages
+    the tokens `x`. pull: its `Pull`. where: the fields `group`, `exchange` and `pitch` of `Staged`."""
     ranks, room = routed.totals_L4.shape[0], rows.shape[-2]
     sizes = (ranks, room), (ranks, -(-room // COUNTED))
     token_LR, there_LC = (torch.empty(size, dtype=torch.int32, device=x.device) for size in sizes)
@@ -73,17 +74,17 @@ def staged_rows(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lease:
-    """Compact rows of one call, in the heap until a later call takes their buffer.
+    """The compact rows of one call, in the heap until a later call takes their buffer.
 
-    With two buffers, peers may write over the rows of call n once call n + 1 has begun on the device: kernels
-    that were put on the stream before it read them safely, those after it do not. Example, a push every
-    layer: the experts of layer 3 may read layer 3's rows; a backward that needs them keeps a copy.
+    With two buffers, peers may overwrite the rows of call n once call n + 1 has begun on the device: kernels
+    queued before that call read the rows safely, kernels queued after it do not. If every layer pushes once,
+    the experts of layer 3 may read layer 3's rows, and a backward that needs them keeps a copy.
 
-    call: the number of the call, from 1. calls: how many calls the exchange has made. lasts: calls, this one
-    included, after which the rows are still there.
+    call: the number of the call, from 1. calls: gives the number of calls made so far. lasts: for how many
+    calls, this one included, the rows stay.
 
-    A call that is captured in a CUDA graph keeps its buffer: what is captured with it reads the rows of its
-    own replay. Replays are not counted here.
+    A call captured in a CUDA graph keeps its buffer, and what is captured with it reads the rows of its own
+    replay. Replays are not counted here.
     """
 
     view: Tensor
@@ -93,7 +94,7 @@ class Lease:
 
     @property
     def live(self) -> bool:
-        """Whether no call has taken the buffer yet."""
+        """Whether the rows are still there: no later call has taken their buffer."""
         return self.calls() < self.call + self.lasts
 
     @property

@@ -1,4 +1,4 @@
-"""The kernels of the exchange and how many threads a block of each has."""
+"""The kernels of the exchange, and the threads of their blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PULL_THREADS = MOVER_THREADS + 32 * 8
 REDUCE_THREADS = 32 * lay.REDUCE_WARPS
 ROUTE_THREADS, ROUTE_MANY_THREADS = 1024, 128
 BESIDE_THREADS, BEFORE_THREADS = 256, 512
-"""Threads that route in a kernel that pushes, and in one that pulls."""
+"""Threads that route in a kernel that also pushes, and in one that then pulls."""
 EXPERT_THREADS = PULL_THREADS + BEFORE_THREADS
 STAGE_THREADS, STAGE_AGAIN_THREADS = 32 * 8 + BEFORE_THREADS, 32 * 8 + 256
 
@@ -37,7 +37,7 @@ ROUTE_MANY = jit.Variant(
     entry="route_choices",
     defines=(("MOST_OWNERS", lay.MAX_RANKS), ("ROUTE_THREADS", 128), ("ROUTE_FIRST", 0)),
 )
-"""For more ranks than exchange rows."""
+"""The routing kernel for more ranks than can exchange rows."""
 PUSH = {
     quantise: jit.Variant(
         source="exchange/push.cu",
