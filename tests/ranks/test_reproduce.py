@@ -92,6 +92,15 @@ def test_trainings_take_turns_and_stop_together(tmp_path: Path) -> None:
     assert runs[0]["held_out_nats"] != runs[2]["held_out_nats"]
 
 
+def test_a_training_of_few_steps_has_a_curve(tmp_path: Path) -> None:
+    shape = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "expert_width": 8}
+    course = patience.Course(steps=3, batch=4, length=16, every=2, held_out=1, shape=shape)
+    ways = {"serial": stragglers.Way(schedule="serial")}
+    (run,), _ = on_ranks(tmp_path, "patience", patience.settings(ways, course, limit_s=60.0), PAIR)
+    assert [step for step, *_ in run["curve"]] == [2, 3]
+    assert all(nats > 0 for *_, nats in run["curve"])
+
+
 def test_one_process_learns_what_ranks_learn_and_drops_what_it_is_told(tmp_path: Path) -> None:
     """Nothing is dropped: the loss of four ranks, to the last bit."""
     shape = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "expert_width": 8}

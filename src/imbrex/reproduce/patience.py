@@ -13,6 +13,7 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,10 @@ class _Training:
             self.choices += routing.ids_TK.numel()
             self.dropped += 0 if routing.kept_TK is None else int((~routing.kept_TK).sum())
 
+    def _points(self, steps: int) -> list[int]:
+        """The steps behind which the curve has a point; the last one among them."""
+        return sorted({*range(self.course.every, steps, self.course.every), steps})
+
     def gather(self, corpus: Corpus) -> dict[str, Any]:
         """`held_out_nats` a byte, where nothing is dropped; `curve` of (step, wall seconds, training nats a
         byte since the point before); `seconds` of all steps; `dropped` of all `choices`."""
@@ -167,14 +172,10 @@ class _Training:
         dist.all_gather_object(everyone, (self.seconds, self.nats, self.dropped, self.choices))
         walls = [max(of_ranks) for of_ranks in zip(*(e[0] for e in everyone), strict=True)]
         sums = [sum(of_ranks) for of_ranks in zip(*(e[1] for e in everyone), strict=True)]
-        every, each_bytes = self.course.every, self.course.batch * self.course.length
+        each_bytes, ends = self.course.batch * self.course.length, self._points(len(walls))
         curve = [
-            (
-                end,
-                round(sum(walls[:end]), 2),
-                round(statistics.fmean(sums[end - every : end]) / each_bytes, 5),
-            )
-            for end in range(every, len(walls) + 1, every)
+            (end, round(sum(walls[:end]), 2), round(statistics.fmean(sums[begin:end]) / each_bytes, 5))
+            for begin, end in pairwise([0, *ends])
         ]
         return {
             "way": self.name,
