@@ -17,8 +17,9 @@ def add_input(
         required=required,
         action="append" if several else "store",
         metavar="FILE[:ARRAY]",
-        help="statistics of TensorRT-LLM, SGLang, Megatron or vLLM, or ids of a trace (.npy, .npz, of which the "
-        "first array whose name ends in ids, if none is named)" + ("; again for another" if several else ""),
+        help="statistics of TensorRT-LLM, SGLang, Megatron or vLLM, or ids of a trace (.npy, .npz; of it "
+        "the first array whose name ends in ids, if none is named)"
+        + ("; again for another" if several else ""),
     )
     parser.add_argument("--batch", type=int, default=512, help="tokens of an iteration, of a trace (512)")
     parser.add_argument(
