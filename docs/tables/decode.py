@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from docs.tables.results import Table, last_run, read, select
+from docs.tables.results import Table, last_run, on, read, select
 
 HEAD = "model", "tokens a rank", "experts hit", "weights", "imbrex", "times weights", "over NCCL", "gain"
 
 
-def decode() -> Table:
+COPY = {"H200": 4.27, "H100": 2.98}
+"""TB/s of a copy. A benchmark takes every GPU for an H200 (`read_us`)."""
+
+
+def decode(gpu: str) -> Table:
     """Captured layers beside the time to read the weights that they need, and the rival over NCCL."""
     lines, used = [], []
-    measured = last_run(read("decode"))
+    measured = last_run(on(read("decode"), gpu))
     for row in select(measured, impl="imbrex"):
         (rival,) = select(measured, impl="nccl-agrs", case=row["case"])
-        ours, theirs, least = row["median_us"], rival["median_us"], row["read_us"]
+        ours, theirs, least = row["median_us"], rival["median_us"], row["read_us"] * COPY["H200"] / COPY[gpu]
         used += [row, rival]
         sizes = [row["case"]["model"], row["case"]["T"], row["experts_hit"]]
         times = [f"{least:.0f}", f"{ours:.0f}", f"{ours / least:.2f}", f"{theirs:.0f}"]

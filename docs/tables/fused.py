@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from statistics import mean
 from typing import Any
 
-from docs.tables.results import Row, Table, last_run, read, select
+from docs.tables.results import Row, Table, last_run, on, read, select
 
 MODELS = ("qwen2-moe", "qwen3-30b-a3b", "deepseek-v3", "mixtral")
 SHARES = [(ranks, model) for ranks in (2, 4) for model in MODELS]
@@ -23,6 +23,8 @@ WAYS = {
 }
 FUSED_LOCAL = "imbrex-fused-local"
 """As many rows of every expert, all of its rank's own tokens."""
+FIRST = "imbrex-fused-others-first-"
+NOISE = 0.02
 MOVERS, IDLE = "gated movers, wire", "gated idle warps, wire"
 
 
@@ -30,14 +32,22 @@ def rows() -> list[Row]:
     return last_run(read("fused_first"))
 
 
-def layer() -> Table:
-    """Serial and fused layers, their experts alone, and the faster rival over NCCL."""
-    head = ("model", "tokens", "", "serial", "fused", "gain", "experts alone", "hidden", "rival")
+def layer(gpu: str, count: int) -> Table:
+    """Serial and fused layers, their experts alone, and the faster rival over NCCL, on so many GPUs."""
+    head = (
+        "model",
+        "tokens",
+        "",
+        "serial",
+        "fused",
+        "gain",
+        "experts alone",
+        "hidden",
+        "of the wire",
+        "rival",
+    )
     lines, used = [], []
-    measured = last_run(read("fused"))
-    has_wire = bool(select(measured, impl=FUSED_LOCAL))
-    if has_wire:
-        head = (*head[:-1], "of the wire", head[-1])
+    measured = last_run(on(read("fused"), gpu, count))
     cases = {(r["case"]["model"], r["case"]["M"], r["op"]): None for r in measured}
     for model, tokens, op in cases:
         rows_of = {r["impl"]: r for r in select(measured, op=op, case={"model": model, "M": tokens})}
@@ -46,18 +56,36 @@ def layer() -> Table:
         used += [serial, fused, alone, rival]
         saved, beyond = (serial["median_us"] - row["median_us"] for row in (fused, alone))
         times = [us(serial), us(fused), ratio(serial, fused, 2), us(alone), f"{saved / beyond:.0%}"]
-        times += [of_the_wire(rows_of)] if has_wire else []
-        lines.append([model, tokens, op.replace("+backward", ", backward"), *times, ratio(rival, fused, 2)])
+        times += [of_the_wire(rows_of), ratio(rival, fused, 2)]
+        lines.append([model, tokens, op.replace("+backward", ", backward"), *times])
     return Table(head=head, body=lines, rows=used)
 
 
+def others_first() -> Table:
+    """Forwards with others' rows first, by the blocks that sum them, beside serial and fused ones."""
+    measured = [row for row in read("fused") if row["op"] == "forward"]
+    tried = sorted({int(r["impl"].removeprefix(FIRST)) for r in measured if r["impl"].startswith(FIRST)})
+    lines, used = [], []
+    for row in (r for r in measured if r["impl"] == f"{FIRST}{tried[0]}"):
+        its = [r for r in measured if (r["run"], r["case"]) == (row["run"], row["case"])]
+        shown = [r for n in tried for r in select(its, impl=f"{FIRST}{n}")]
+        shown = [*select(its, impl="imbrex-serial"), *select(its, impl="imbrex-fused"), *shown]
+        used += shown
+        lines.append([row["case"]["model"], row["case"]["W"], *(us(r) for r in shown)])
+    return Table(
+        head=["model", "GPUs", "serial", "fused", *(f"n = {n}" for n in tried)], body=lines, rows=used
+    )
+
+
 def of_the_wire(rows_of: dict[str, Row]) -> str:
-    """Comet's measure of what is hidden: the share of what serial takes longer with the wire than without."""
+    """Comet's measure of what is hidden: the share of what serial takes longer with the wire than without.
+    Empty where that is less than `NOISE` of serial."""
     if FUSED_LOCAL not in rows_of:
         return ""
     names = "imbrex-serial", "imbrex-fused", "imbrex-serial-local", FUSED_LOCAL
     serial, fused, serial_local, fused_local = (rows_of[name]["median_us"] for name in names)
-    return f"{1 - (fused - fused_local) / (serial - serial_local):.0%}"
+    wire = serial - serial_local
+    return f"{1 - (fused - fused_local) / wire:.0%}" if wire >= NOISE * serial else ""
 
 
 def fastest(found: Iterable[Row]) -> Row:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from docs.tables.results import Row, Table, read, sources
+from docs.tables.results import Row, Table, on, read, sources
 
 from imbrex.exchange.nvlink import SPARED
 
@@ -52,8 +52,8 @@ def takes_exact_rows(row: Row) -> bool:
     return row["op"] == "forward+backward" and spared >= SPARED
 
 
-def rows_on(ranks: int) -> list[Row]:
-    return [row for row in read("layer") if row["case"]["W"] == ranks]
+def rows_on(ranks: int, gpu: str = "H200") -> list[Row]:
+    return on(read("layer"), gpu, ranks)
 
 
 def fastest_rival(us: dict[str, float]) -> float:
@@ -121,9 +121,10 @@ def claim() -> str:
 def every() -> str:
     """A table for each number of GPUs."""
     parts = []
-    for ranks in sorted({row["case"]["W"] for row in read("layer")}):
-        rows = rows_on(ranks)
-        parts += [f"**{ranks} GPUs**", table(rows).cells(), sources(rows)]
+    for gpu in ("H200", "H100"):
+        for ranks in sorted({row["case"]["W"] for row in on(read("layer"), gpu)}):
+            rows = rows_on(ranks, gpu)
+            parts += [f"**{ranks} {gpu}**", table(rows).cells(), sources(rows)]
     return "\n\n".join(parts)
 
 

@@ -32,7 +32,8 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
     "docs/nvlink.md": {
         "layer": layer.every,
         "missing": layer.missing,
-        "decode": decode.decode,
+        "decode": partial(decode.decode, "H200"),
+        "decode on H100": partial(decode.decode, "H100"),
         "host": host.host,
     },
     "docs/exchange.md": {
@@ -48,7 +49,11 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
         "layer in fp8": experts.layer_fp8,
         "fp8": experts.fp8,
     },
-    "docs/fused.md": {"layer": fused.layer},
+    "docs/fused.md": {
+        "two H200": partial(fused.layer, "H200", 2),
+        "four H100": partial(fused.layer, "H100", 4),
+        "two H100": partial(fused.layer, "H100", 2),
+    },
     "docs/fused-kernels.md": {
         "rows out": fused.rows_out,
         "movers": fused.movers,
@@ -56,6 +61,7 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
         "gradient": fused.gradient,
         "home": fused.home,
         "sums": fused.sums,
+        "others first": fused.others_first,
         "sustained": fused.sustained,
     },
     "docs/events.md": {

@@ -52,6 +52,12 @@ def last_run(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row["run"] == last]
 
 
+def on(rows: Iterable[Row], gpu: str, count: int | None = None) -> list[Row]:
+    """The rows measured on GPUs of this name, as many as `count` if it is given."""
+    machines = [(row, row["measured"]["hardware"]) for row in rows]
+    return [row for row, had in machines if gpu in had["gpu"] and count in (None, had["count"])]
+
+
 def sources(rows: Iterable[Row]) -> str:
     """A line: file, hardware, revision and date of every run, and of how many calls medians are."""
     rows = list(rows)
