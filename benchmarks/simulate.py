@@ -101,7 +101,7 @@ def _gpu_parts(profile: Profile) -> list[Part]:
     def predicted(fabric: Fabric, row: Row) -> float:
         return of_schedule(profile, fabric, row)
 
-    layers = tuple(row for row in rows("layer") if row["impl"] == "imbrex-serial")
+    layers = tuple(row for row in rows("layer", "H200") if row["impl"] == "imbrex-serial")
     fused = tuple(
         row
         for row in rows("fused")
@@ -119,7 +119,9 @@ def _gpu_parts(profile: Profile) -> list[Part]:
         for row in rows("tiers")
         if row["impl"].startswith(("tiered", "hierarchical")) and not is_tiers_fitted(row)
     )
-    bytewise = tuple(r for r in rows("layer") if r["impl"] == "imbrex-alltoall" and not is_bytes_fitted(r))
+    bytewise = tuple(
+        r for r in rows("layer", "H200") if r["impl"] == "imbrex-alltoall" and not is_bytes_fitted(r)
+    )
     apart = tuple(row for row in _ways(7, 8, 11) if row["op"] != "layer")
     return [
         Part("whole layer, NVLink, 2 and 4 GPUs", "layer", layers, nvlink, predicted),

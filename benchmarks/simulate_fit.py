@@ -33,8 +33,11 @@ Row = Mapping[str, Any]
 
 
 @cache
-def rows(name: str) -> tuple[Row, ...]:
-    return tuple(json.loads((RESULTS / f"{name}.json").read_text())["rows"])
+def rows(name: str, gpu: str = "") -> tuple[Row, ...]:
+    """The rows of a result file; those of runs on GPUs of this name, if it is given."""
+    content = json.loads((RESULTS / f"{name}.json").read_text())
+    runs = {run["id"] for run in content["runs"] if gpu in run["hardware"].get("gpu", "")}
+    return tuple(row for row in content["rows"] if row["run"] in runs)
 
 
 def commits(name: str, runs: Iterable[int]) -> str:
@@ -327,7 +330,7 @@ def codec_rates() -> dict:
 def fit_bytes(profile: Profile) -> Profile:
     """Copies and the host's time over NCCL, from whole layers of today's code on 2 GPUs; then the host's time
     of the older code whose schedules were measured, from those on 4 GPUs."""
-    whole = [row for row in rows("layer") if is_bytes_fitted(row)]
+    whole = [row for row in rows("layer", "H200") if is_bytes_fitted(row)]
     source = f"{commits('layer', {r['run'] for r in whole})}: imbrex-alltoall"
     within = entries(["plan_s", "plan_chunk_s"], [0.0, 0.0], "part of the chunk's", "assumed")
     timed = [r for r in rows("schedule") if r["run"] == 12 and r["op"] in ("layer-forward", "layer-backward")]
