@@ -62,6 +62,26 @@ def test_an_order_is_claimed_where_there_is_one(tmp_path: Path) -> None:
     assert "the reverse of the slides' order: neighbours are the more alike in 0% of" in found.verdict[0]
 
 
+@pytest.mark.parametrize(
+    ("ids", "lens", "said"),
+    [
+        (np.zeros((0, 0, 0), dtype=np.int64), [], "words_ids of .* is no trace"),
+        (np.zeros((256, 2), dtype=np.int64), [128, 128], r"is no trace \(int64, shape \(256, 2\)\)"),
+        (np.zeros((1, 256, 2)), [128, 128], "is no trace .float64"),
+        (np.full((1, 256, 2), -1), [128, 128], "is no trace"),
+        (np.full((1, 256, 2), 10**12), [128, 128], "is no trace"),
+        (np.zeros((1, 256, 2), dtype=np.int64), [128, 129], "does not part 256 tokens"),
+        (np.zeros((1, 256, 2), dtype=np.int64), [-1, 128], "does not part 256 tokens"),
+        (np.zeros((1, 256, 2), dtype=np.int64), [1.5, 128], "does not part 256 tokens"),
+    ],
+)
+@pytest.mark.parametrize("name", ["trtllm-rank-heat-map", "trtllm-load-similarity"])
+def test_arrays_that_are_no_trace(name: str, ids: np.ndarray, lens: list, said: str, tmp_path: Path) -> None:
+    np.savez(tmp_path / "trace.npz", words_ids=ids, words_lens=np.array(lens))
+    with pytest.raises(ValueError, match=said):
+        find(name, Asked(data=(str(tmp_path / "trace.npz"),)))
+
+
 def test_requests_too_short_to_compare_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no neighbours of a request to compare"):
         find("trtllm-load-similarity", write_trace(tmp_path / "short.npz", (0, 1), (0, 2), batches=1))

@@ -6,7 +6,7 @@ the served demo's model, trained for a minute, over held-out text of the standar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -179,17 +179,34 @@ def _of_file(path: Path) -> list[tuple[str, Ints]]:
     tasks = [name for name in arrays if name.endswith("ids")]
     if not tasks:
         raise ValueError(f"reproduce: {path} has no array of ids; name it ..._ids, [layers, tokens, choices]")
-    experts = 1 + max(int(arrays[name].max()) for name in tasks)
+    of_tasks = {name: _ids_and_lens(path, name, arrays) for name in tasks}
+    experts = 1 + max(int(ids_LTK.max()) for ids_LTK, _ in of_tasks.values())
     requests = []
-    for name in tasks:
-        ids_LTK = arrays[name].astype(np.int64)
-        lens = arrays.get(
-            name.removesuffix("ids") + "lens", np.full(ids_LTK.shape[1] // (16 * BATCH), 16 * BATCH)
-        )
+    for name, (ids_LTK, lens) in of_tasks.items():
         for begin, length in zip(np.cumsum(lens) - lens, lens, strict=True):
             counts = _counted(ids_LTK[:, begin : begin + length], experts)
             requests += [(name, counts)] if len(counts) else []
     return requests
+
+
+def _ids_and_lens(path: Path, name: str, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of a task and the lengths of its requests. Raises ValueError for what is no trace."""
+    ids = arrays[name]
+    if ids.ndim != 3 or ids.dtype.kind not in "iu" or not ids.size or not 0 <= ids.max() < MOST_EXPERTS:
+        raise ValueError(
+            f"reproduce: {name} of {path} is no trace ({ids.dtype}, shape {ids.shape}); give ids of experts "
+            "as whole numbers, [layers, tokens, choices]"
+        )
+    tokens, of_lens = ids.shape[1], name.removesuffix("ids") + "lens"
+    lens = arrays.get(of_lens, np.full(tokens // (16 * BATCH), 16 * BATCH))
+    if lens.ndim != 1 or lens.dtype.kind not in "iu" or (lens < 0).any() or lens.sum() > tokens:
+        raise ValueError(
+            f"reproduce: {of_lens} of {path} does not part {tokens} tokens; give the tokens of every request"
+        )
+    return ids.astype(np.int64), lens.astype(np.int64)
+
+
+MOST_EXPERTS = 1 << 16
 
 
 def _counted(ids_LTK: np.ndarray, experts: int) -> Ints:
