@@ -1,4 +1,4 @@
-"""Everything that passes between the rooms: values, and the protocols of the pieces a user can replace.
+"""Everything that passes between the rooms: values, and protocols of the pieces that a user can replace.
 
 Shape letters: T tokens of this rank, K top-k, N rows sent, M rows received, P = T + M rows in the pool,
 R expert-major rows, D model width, F expert width, E experts, e local slots, S slots, W ranks.
@@ -6,13 +6,14 @@ R expert-major rows, D model width, F expert width, E experts, e local slots, S 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 VERSION = 1
@@ -21,13 +22,13 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routing:
-    """The experts that every token wants, and their weights.
+    """The experts that every token is sent to, and their weights.
 
     ids_TK: int64, global logical experts, an expert at most once per token; `-1` drops the choice.
     weights_TK: float32, differentiable; the weight of a dropped choice is ignored.
     losses: unweighted auxiliary losses by name, float32 scalars over the global batch, differentiable.
-    kept_TK: bool, the choices left after dropping on purpose; `None` means that none was dropped.
-        The router given this mask again returns the same routing to the bit.
+    kept_TK: bool, the choices that were not dropped on purpose; `None` means that none was dropped.
+        Given this mask, the router returns the same routing to the bit.
     """
 
     ids_TK: Tensor
@@ -71,14 +72,16 @@ class Placement:
 
 
 Split = Callable[[Tensor, Placement], Tensor]
-"""Which replica takes which choice: counts int64 [W, E] to int64 [W, S], summing to the counts per expert."""
+"""The choice of replicas: from choices per expert, int64 [W, E], to choices per slot, int64 [W, S], which sum
+to those of the expert."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Geometry:
     """The placement, this rank's part of it and the layout of rows: what all plans of an exchange share.
 
-    rows_per_slot: from the tokens of the group to the rows that every slot is padded to; `None`: as needed.
+    rows_per_slot: given the number of tokens of the group, the rows that every slot is padded to; `None`: no
+        padding beyond `alignment`.
     """
 
     placement: Placement
@@ -101,17 +104,17 @@ class Geometry:
 
     @property
     def most_rows(self) -> int:
-        """Most rows that one token can have on this rank."""
+        """The most rows that one token can have on this rank."""
         return min(self.top_k, len(self.local_slots))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """The rows that cross, seen from one rank. Those that stay on it lie where they are and are not counted.
+    """The rows that cross between ranks, seen from one rank. Rows that stay on the rank are not counted.
 
-    sent_tokens_N: int64; token of every row that leaves, by destination rank, then token.
+    sent_tokens_N: int64; the token of every row that leaves, by destination rank, then token.
     splits_2W: int64 on the host; rows sent to every rank, and rows received from every rank.
-    hops: what a transport that passes rows on knows of its steps besides, in its own layout.
+    hops: the further steps of a transport that relays rows, in its own layout.
     """
 
     sent_tokens_N: Tensor
@@ -137,13 +140,13 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Handle:
-    """Everything that `combine` and the backward need of a dispatch; a compiled graph can hold it.
+    """Everything that `combine` and the backward need from a dispatch; a compiled graph can hold it.
 
     weights_R: float32; the routing weight of every row, 0 for padding. Differentiable.
-    state: what the dispatcher that made it knows of the rows; its alone.
+    state: tensors private to the dispatcher that made the handle.
     num_tokens: T.
     maker: the key of that dispatcher; 0 for rows that no exchange brought.
-    promised: all ranks promised in that dispatch to combine rows that fit, so they need not meet again.
+    promised: all ranks promised at the dispatch to combine rows that fit it, so `combine` need not ask them.
     """
 
     weights_R: Tensor
@@ -157,13 +160,13 @@ class RowForm(Enum):
     """The form in which rows reach the experts."""
 
     ROWS = "rows"
-    """Expert-major, in the dtype of the tokens: every dispatch can give them."""
+    """Expert-major, in the dtype of the tokens. Every dispatch can give these."""
     FP8 = "fp8"
     """Expert-major, as they crossed: float8_e4m3fn, with a scale for every 128 values."""
     INDEXED = "indexed"
     """The tokens themselves, and the token of every row."""
     UNDER_WAY = "under way"
-    """Expert-major, in memory that the kernel of the experts' first product fills."""
+    """Expert-major, in memory that the kernel of the experts' first product fills itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,12 +176,11 @@ class Dispatched:
     rows_RD: expert-major, in local slot order, within a slot by source rank and token. Padding rows are zero.
     counts_e: int64; rows of every local slot, padding included. Rows past their sum are never read.
     handle: give it to `combine`; its `weights_R` are for experts that apply the weights themselves.
-    form: which of the forms that were asked for this is.
-    scales_RB: of `RowForm.FP8` alone, float32 [R, D/128], the factor of every 128 values of `rows_RD`.
-    index_R: of `RowForm.INDEXED` alone: `rows_RD` are the tokens [T, D], and row r is token `index_R[r]`
-        (int64).
-    beside: of `RowForm.UNDER_WAY` kernels' `Staged`; of `RowForm.ROWS` their `Groups`, or `None`.
-    leave: experts may give it the product that makes their result: somebody calls it before that is read.
+    form: the form of these rows, one of those that were asked for.
+    scales_RB: only with `RowForm.FP8`: float32 [R, D/128], the factor of every 128 values of `rows_RD`.
+    index_R: only with `RowForm.INDEXED`: int64; `rows_RD` are the tokens [T, D], row r is token `index_R[r]`.
+    beside: what kernels need with the rows: `Staged` for `UNDER_WAY`, `Groups` or `None` for `ROWS`.
+    leave: experts may give it their last product to run later, before anyone reads the result.
     """
 
     rows_RD: Tensor
@@ -197,7 +199,7 @@ class Codec(Protocol):
 
     `error_bound(amax)` bounds |decode(encode(row)) - row| per value, for a row whose largest magnitude is
     `amax`. Encoding must be deterministic. Neither direction is differentiated: gradients pass straight
-    through and are themselves encoded where they cross the wire.
+    through, and are encoded themselves when they cross.
     """
 
     name: str
@@ -228,17 +230,17 @@ class Wire:
 
 
 class Pending(Protocol):
-    """A move under way; `finish` waits for it, once, and returns the rows."""
+    """A transfer that has started. Call `finish` once: it waits, and returns the rows."""
 
     def finish(self) -> Tensor: ...
 
 
 class Crossing(NamedTuple, Generic[Value]):
-    """Rows on their way. What crosses has been written when a `Crossing` is made.
+    """Rows on their way between ranks, encoded already when a `Crossing` is made.
 
-    move: begins it, in the same order on all ranks; gives `None` where nothing is left to wait for.
-    read: takes what the `finish` of that gave, or `None`, once, and gives what the crossing was for.
-    Tensors that a crossing was made of stay as they are until it has been read.
+    move: starts the transfer; `None` if there is nothing to wait for. All ranks move in the same order.
+    read: takes the result of `Pending.finish`, or `None`, and returns what the crossing is for. Call it once.
+    The tensors that a crossing was made from must not change until it is read.
     """
 
     move: Callable[[], Pending | None]
@@ -246,8 +248,8 @@ class Crossing(NamedTuple, Generic[Value]):
 
 
 class Arrived(NamedTuple):
-    """The rows that the crossing of a dispatch gives; see `Dispatched` and `Handle`. beside: scales of fp8
-    rows; the index of indexed ones; what brings those under way; of plain rows `Groups` or `None`."""
+    """The result of a dispatch's crossing; see `Dispatched` and `Handle`. beside: the scales of fp8 rows, the
+    index of indexed rows, the `Staged` of rows under way, `Groups` or `None` for plain rows."""
 
     rows_RD: Tensor
     weights_R: Tensor
@@ -257,14 +259,15 @@ class Arrived(NamedTuple):
 
 
 Addend = Callable[[], Tensor | None]
-"""Gives what is added to the sums of a combine, [T, D], or `None`; asked once, when it is needed."""
+"""Returns what a combine adds to its sums, [T, D] or `None`. Called once, when the sums are made."""
 Add = Callable[[Sequence[tuple[Tensor, Tensor]], int], Tensor]
-"""Sums encoded rows by target row: (rows, targets) in order, and how many targets there are."""
+"""Sums encoded rows by target row. Takes pairs (rows, targets) in order, and the number of targets."""
 
 
 class Roles(NamedTuple):
-    """How many blocks of fused kernels make tokens ready for peers (stage), begin with sums of dx, bring
-    rows, sum others' tokens beside down (first). dy: 0 where it moves before its product. `None`: default."""
+    """Blocks of the fused kernels: how many make tokens ready for peers (`stage`), begin with sums of dx
+    (`sums`), bring rows (`rows`), sum others' tokens beside down (`first`). dy: 0 if rows of dy move before
+    their product. `None`: the default. No bit depends on them."""
 
     stage: int | None = None
     sums: int | None = None
@@ -286,13 +289,13 @@ class Listener(Protocol):
 class Dispatcher(Protocol):
     """Takes tokens to the ranks of their experts and sums the results at home, forward and backward.
 
-    A strategy asks it for the four crossings, moves them, and reads them; `serial` has one of each, others
-    one a chunk. Ranks ask for them in the same order.
+    A strategy asks it for the four crossings, moves them, and reads them: `serial` one of each, a schedule in
+    chunks one of each for every chunk. All ranks ask for them in the same order.
 
-    key: by which operators find it, and handles name it. family: itself, and the dispatcher of the calls that
-    it leaves to another. roles: of its fused kernels, as they were tuned. promise: that this rank combines
-    rows that fit, of the next dispatch; promised: of all ranks, in the last. room_for_all: a dispatch has as
-    many rows as there are choices, where there is room to spare.
+    key: the number by which operators and handles name it. family: this dispatcher and the one, if any, that
+    takes the calls it cannot serve. roles: blocks of its fused kernels, as tuned. promise: set before a
+    dispatch, if this rank will combine rows that fit it; promised: whether all ranks did, in the last one.
+    room_for_all: `rows_RD` has a row for every choice, dropped ones included.
     """
 
     key: int
@@ -303,7 +306,7 @@ class Dispatcher(Protocol):
     observer: Listener
     layer: int
     dtypes: Sequence[torch.dtype]
-    """Dtypes of the experts' rows that `combine` sums."""
+    """The dtypes of rows that `combine` can sum."""
 
     @property
     def geometry(self) -> Geometry: ...
@@ -315,7 +318,7 @@ class Dispatcher(Protocol):
     def family(self) -> Sequence[Dispatcher]: ...
 
     def take_agreement(self, number: int, node_of_W: Sequence[int]) -> None:
-        """Take what ranks agreed upon when they made it: this exchange's number, and every rank's node."""
+        """Take what ranks agreed on at construction: the number of this exchange, and every rank's node."""
 
     def relocate(self, geometry: Geometry) -> None:
         """Take another placement or split of replicas, from the next dispatch on."""
@@ -327,24 +330,24 @@ class Dispatcher(Protocol):
     def run_whole(
         self, x_TD: Tensor, routing: Routing, experts: Experts, addend: Callable[[], Tensor] | None
     ) -> Tensor | None:
-        """Run the call at once, if this dispatcher can: y_TD, with the bits of the single steps. Else `None`,
-        and the caller makes the steps; only `addend` may have run."""
+        """The whole call at once: y_TD, with the bits of the single steps. `None` if this dispatcher cannot:
+        the caller takes the steps, and nothing but `addend` has run."""
 
     def beside(self, chunks: int, *, in_turn: bool = False) -> Dispatcher:
-        """The dispatcher for crossings that are under way while experts compute, in so many chunks. in_turn:
-        no row leaves with the plan, before its move; for callers who time the two."""
+        """A dispatcher for crossings that run while experts compute, in this many chunks. in_turn: no row
+        leaves early, together with the plan; for callers that time plans and moves apart."""
         ...
 
     def fusing(self, roles: Roles | None = None, inner: int = 0) -> Dispatcher:
-        """The dispatcher whose rows are under way where experts ask for that, and whose dx goes home beside
-        the weights' gradients, unless `why_not_form` forbids it. All ranks or none; inner: F, or 0."""
+        """A dispatcher for fused kernels: rows come `UNDER_WAY` if experts ask for that, and dx goes home
+        beside the weights' gradients, unless `why_not_form` forbids it. All ranks or none. inner: F, or 0."""
         ...
 
     def why_not_form(self, form: RowForm) -> str | None:
-        """Why rows of this exchange never come in `form`, or `None`."""
+        """Why rows of this exchange cannot come in `form`, or `None`."""
 
     def form_of(self, forms: Sequence[RowForm], x_TD: Tensor, weights_TK: Tensor) -> RowForm:
-        """The first of `forms` that this call can have."""
+        """The first of `forms` in which this call can get its rows."""
         ...
 
     def why_not_tokens(self, x: Tensor) -> str | None:
@@ -352,19 +355,19 @@ class Dispatcher(Protocol):
         ...
 
     def agree_on_rows(self, problem: str | None, dtype: torch.dtype) -> None:
-        """ValueError on every rank where one rank's rows cannot be combined, or have another dtype. Where
-        hosts would wait for GPUs, at the first combine only. problem, dtype: of this rank's rows."""
+        """Raise ValueError on every rank if one rank's rows cannot be combined, or have another dtype. Where
+        hosts would wait for GPUs, only at the first combine. problem, dtype: those of this rank's rows."""
 
     def check_in(self, x_TD: Tensor, routing: Routing, *, before: int = 0) -> None:
-        """Tell every rank whether this input can be dispatched: ValueError on all where one's cannot.
-        before: parts that `agree` comes for next; what is fine it may tell by itself."""
+        """Tell every rank whether this input can be dispatched; raise ValueError on all if one rank's cannot.
+        before: the number of parts that `agree` gets next, whose message may say that all is well."""
 
     def agree(self, parts: Sequence[tuple[Tensor, Routing]]) -> Sequence[Any]:
-        """Plans of several dispatches: what ranks must know before rows move. Checks as `check_in` does."""
+        """The plans of several dispatches: what ranks must know before rows move. Checks like `check_in`."""
         ...
 
     def dispatch(self, plan: Any, x_TD: Tensor, weights_TK: Tensor, form: RowForm = ...) -> Crossing[Arrived]:
-        """Tokens to the ranks of their experts. form: as `form_of` gave it."""
+        """Send tokens to the ranks of their experts. form: the one that `form_of` returned."""
         ...
 
     def combine(
@@ -376,15 +379,15 @@ class Dispatcher(Protocol):
         addend: Addend | None = None,
         out_TD: Tensor | None = None,
     ) -> Crossing[Tensor]:
-        """The experts' rows, summed, back home: outputs [T, D], in `out_TD` where there is one. Without
-        weights the rows were weighted before."""
+        """Send the experts' rows home, summed: outputs [T, D], in `out_TD` if given. weights_R: `None` if
+        the rows are weighted already."""
         ...
 
     def combine_backward(
         self, d_y_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor]
     ) -> Crossing[tuple[Tensor, Tensor]]:
-        """Gradients of the rows and of their weights. Without rows these were weighted before, and the
-        gradient of the weights is empty."""
+        """Send dy to the experts: gradients of the rows and of their weights. rows_RD: `None` if they were
+        weighted before; the gradient of the weights is empty then."""
         ...
 
     def dispatch_backward(
@@ -395,43 +398,43 @@ class Dispatcher(Protocol):
         num_tokens: int,
         out: tuple[Tensor, Tensor] | None = None,
     ) -> Crossing[tuple[Tensor, Tensor]]:
-        """Gradients of the tokens and of their weights, in `out` where there is one."""
+        """Send row gradients home: gradients of the tokens and of their weights, in `out` if given."""
         ...
 
     def combine_beside(self, left: Sequence[Any], *args: Any, **kwargs: Any) -> Crossing[Tensor]:
-        """Does `combine`; what experts left (`Dispatched.leave`) is called before, or computed beside it."""
+        """Combine, after or while computing the products that experts left (`Dispatched.leave`)."""
         ...
 
     def combine_backward_beside(self, *args: Any, **kwargs: Any) -> Crossing[tuple[Tensor, Any]]:
-        """Gradients of rows that were weighted, and what brings them; `None` if they are there."""
+        """Gradients of rows that were weighted before, and what brings them; `None` if they are there."""
         ...
 
     def dispatch_backward_beside(self, left: Any, *args: Any, **kwargs: Any) -> Crossing[Any]:
-        """Does `dispatch_backward`; gradients that the `Deferral` `left` holds may be computed beside it."""
+        """Run `dispatch_backward`, perhaps while computing the weight gradients in the `Deferral` `left`."""
         ...
 
     def redispatch(self, x_TD: Tensor, state: Sequence[Tensor], num_rows: int) -> Tensor:
-        """The rows of an earlier dispatch, moved once more."""
+        """Move the rows of an earlier dispatch once more."""
         ...
 
     def fake_state(self, ids_TK: Tensor, rows: Any, size: Callable[[], Any]) -> list[Tensor]:
-        """The shapes of a handle's state, for the compiler. `size` makes sizes that only the run knows."""
+        """A handle's state as the compiler sees it, shapes only. size: makes one known only at run time."""
         ...
 
     def count_into(self, tally_WS: Tensor | None) -> None:
         """Add choices by rank and slot to int32 [W, S] from now on, if `counts_on_device`; `None` ends it."""
 
     def check(self, *, synchronize: bool = False) -> None:
-        """Raise where a call has failed on the device; see `imbrex.Exchange.check`."""
+        """Raise if a call has failed on the device; see `imbrex.Exchange.check`."""
 
     def close(self) -> None:
-        """Free what it holds; operators do not find it any more."""
+        """Free what it holds. Operators can no longer find it."""
 
 
 class Backend(Protocol):
-    """The way in which ranks reach each other: a `Transport`, which moves bytes, or the kernels of `Nvlink`.
+    """The way ranks reach each other: a `Transport`, which moves bytes, or the kernels of `Nvlink`.
 
-    replicated: the tokens are the same on every rank. device: where the rows must lie.
+    replicated: whether the tokens are the same on every rank. device: where the rows must be.
     """
 
     name: str
@@ -439,20 +442,20 @@ class Backend(Protocol):
     device: torch.device
 
     def exchange_counts(self, message: Tensor) -> Tensor:
-        """int64 [L] of this rank to int64 [W, L] of all ranks, on the host."""
+        """Gather int64 [L] of every rank: int64 [W, L] on the host."""
         ...
 
 
 class Transport(Backend, Protocol):
     """Moves opaque encoded rows between ranks. Knows neither codecs nor weights.
-    `imbrex.transport.BytesTransport` has all of it but the moves.
+    `imbrex.transport.BytesTransport` implements all of it but the moves.
 
     replicated: the tokens are the same on every rank; nothing is moved, and `all_reduce` sums the outputs.
-    broadcasts: every token goes to every rank, wanted there or not; the plan is made accordingly.
-    relays: other ranks pass rows on, and `plan` asks for more than the rows between ranks.
+    broadcasts: every token goes to every rank, whether or not an expert there wants it.
+    relays: other ranks pass rows on, so `plan` needs more than the numbers of rows between ranks.
     sums_on_the_way: the rows of a token may come back as their sum.
-    sums_encoded: there is `sum_encoded`, for replicated tokens whose sums cross encoded.
-    ranks_per_node: neighbouring ranks of a node, where the transport knows it.
+    sums_encoded: `sum_encoded` works: sums of replicated tokens can cross encoded.
+    ranks_per_node: how many neighbouring ranks share a node, if the transport knows.
     """
 
     broadcasts: bool
@@ -466,32 +469,32 @@ class Transport(Backend, Protocol):
     def ranks_per_node(self) -> int | None: ...
 
     def plan(self, wanted: Sequence[Tensor], rows: Sequence[Tensor] | None) -> list[Traffic]:
-        """The traffic of several dispatches at once. Collective unless `rows` are known.
+        """The traffic of several dispatches at once. Collective, unless `rows` is given.
 
-        wanted: the ranks that want this rank's tokens, bool [T, W]; its own column is not looked at.
-        rows: what every rank sends to every other, int64 [W, W] on the host with a diagonal of zeros.
+        wanted: for each dispatch, the ranks that want each token, bool [T, W]; this rank's column is ignored.
+        rows: the rows that every rank sends to every other, int64 [W, W] on the host, zeros on the diagonal.
         """
         ...
 
     def fake_hops(self, ids_TK: Tensor, size: Callable[[], Any]) -> list[Tensor]:
-        """The shapes of `Traffic.hops`, for the compiler."""
+        """`Traffic.hops` as the compiler sees it: shapes only."""
         ...
 
     def begin_move(self, encoded_TB: Tensor, traffic: Traffic) -> Pending:
-        """uint8 [T, B], a row per token, to uint8 [M, B], by source rank, then token."""
+        """Send uint8 [T, B], a row per token. They arrive as uint8 [M, B], by source rank, then token."""
         ...
 
     def begin_move_back(self, encoded_MB: Tensor, traffic: Traffic, add: Add | None = None) -> Pending:
-        """The way back: uint8 [M, B], a row per row received, to uint8 [N, B], the rows that `home` lists.
-        add: how to sum encoded rows; given to those who `sums_on_the_way`, and to nobody else."""
+        """Send uint8 [M, B], a row per row received, back. They arrive as uint8 [N, B], as `home` lists them.
+        add: how to sum encoded rows; passed only if `sums_on_the_way`."""
         ...
 
     def home(self, traffic: Traffic) -> tuple[Tensor, list[int]]:
-        """The token of every row that comes back, and how many come under which rank."""
+        """The token of every row that comes back, and the number of rows from each rank."""
         ...
 
     def rows_sent(self, traffic: Traffic, *, back: bool) -> Tensor:
-        """int64 [W] on the host: rows that this rank sends to every other, with those that it passes on."""
+        """int64 [W] on the host: rows that this rank sends to every other, relayed rows included."""
         ...
 
     def all_reduce(self, partial_TD: Tensor) -> Tensor:
@@ -508,12 +511,16 @@ class Transport(Backend, Protocol):
 class Experts(Protocol):
     """Computes the rows of this rank's slots; does not communicate.
 
-    applies_weights: the rows returned are already times `handle.weights_R`.
-    forms: the forms of rows that a call takes now, the best first; `RowForm.ROWS` is one of them. Those after
-        it are for strategies that ask for them.
+    applies_weights: whether it multiplies the rows it returns by `handle.weights_R`.
+    forms: the forms of rows that a call accepts now, best first, `RowForm.ROWS` among them. Those after it
+        are for strategies that ask for them.
     """
 
     applies_weights: bool
+
+    def parameters(self) -> Iterable[Tensor]:
+        """Parameters, trained or not; a module has this method."""
+        ...
 
     @property
     def forms(self) -> Sequence[RowForm]: ...
@@ -524,32 +531,21 @@ class Experts(Protocol):
 class RowExchange(Protocol):
     """An exchange as a strategy sees it; see `imbrex.Exchange`.
 
-    herald: tells all ranks of an input that cannot be dispatched, and raises; set by a strategy whose ranks
-        do not meet in the exchange of counts.
+    herald: tells all ranks that an input cannot be dispatched, and raises. A strategy whose ranks do not meet
+        in the exchange of counts sets it.
     """
 
+    group: dist.ProcessGroup | None
+    world_size: int
+    transport: Backend
+    dispatcher: Dispatcher
+    geometry: Geometry
+    wire: Wire
+    layer: int
     herald: Callable[[Tensor, Routing], None] | None
 
     @property
-    def dispatcher(self) -> Dispatcher: ...
-
-    @property
-    def transport(self) -> Backend: ...
-
-    @property
-    def geometry(self) -> Geometry: ...
-
-    @property
-    def wire(self) -> Wire: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
     def observer(self) -> Listener: ...
-
-    @property
-    def layer(self) -> int: ...
 
     def dispatch(
         self, x_TD: Tensor, routing: Routing, *, forms: Sequence[RowForm] = ..., promise: bool = ...
@@ -572,20 +568,21 @@ class RowExchange(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """The result of a strategy: outputs [T, D] and, where it dropped choices, those of the routing that it
-    kept (bool [T, K]); given this mask, it returns the same outputs again."""
+    """The result of a strategy: outputs [T, D] and, if it dropped choices, a mask of those that it kept, bool
+    [T, K]. Given this mask, it returns the same outputs again."""
 
     y_TD: Tensor
     kept_TK: Tensor | None = None
 
 
+@runtime_checkable
 class Strategy(Protocol):
-    """Decides when the steps of a layer run. The numbers are those of `serial`."""
+    """Decides when the steps of a layer run. Results are those of `serial`."""
 
     name: str
 
     def reason(self, exchange: RowExchange) -> str:
-        """Why this one, and what it does over the exchange's transport."""
+        """Why this strategy was chosen, and what it does over the exchange's transport."""
         ...
 
     def run(
@@ -596,5 +593,5 @@ class Strategy(Protocol):
         experts: Experts,
         addend: Callable[[], Tensor] | None,
     ) -> Output:
-        """Dispatch, compute, combine. addend: computes what is added to the outputs [T, D], or `None`."""
+        """Dispatch, compute, combine. addend: computes what is added to the outputs, [T, D], or `None`."""
         ...

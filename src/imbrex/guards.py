@@ -67,8 +67,8 @@ def seen(layer: Watched) -> None:
 
 @functools.cache
 def _begin() -> None:
-    """For the whole process, since optimizers know no layers. Where nothing is watched it costs a look at an
-    empty set a step."""
+    """Hook into every optimizer of the process, since optimizers know no layers. If nothing is watched, a
+    step costs a look at an empty set."""
     register_optimizer_step_pre_hook(_look)
     # Clipping has no hooks; this name is what it alone calls, wherever its callers have it from.
     inner = getattr(clip_grad, "_get_total_norm", None)

@@ -2,12 +2,13 @@
 
     x_TD ─router▶ Routing ─exchange.dispatch▶ rows_RD ─experts▶ rows_RD ─exchange.combine▶ y_TD
 
-The exchange tells every rank how many tokens want which expert, chooses replicas, plans the position of
-every row, encodes rows and moves them; the strategy decides when these steps run.
+The exchange tells every rank how many tokens want each expert, chooses replicas, plans the position of every
+row, encodes rows and moves them. The strategy decides when these steps run.
 
-Read on in this order: `router/router.py`, who a token wants; `overlap/serial.py`, the steps one after the
-other; `exchange/exchange.py`, and how rows come and go, each way one file beside it: `bytes.py`, `nvlink.py`,
-`tiered.py`, `alone.py`; `experts/experts.py`. What passes between them stands in `contracts.py`.
+Read on in this order: `router/router.py` chooses the experts of a token; `overlap/serial.py` runs the steps
+one after the other; `exchange/exchange.py` dispatches and combines, by one of the dispatchers beside it
+(`bytes.py`, `nvlink.py`, `tiered.py`, `alone.py`); `experts/experts.py` computes. The values that pass
+between them, and the protocols, are in `contracts.py`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ from imbrex.transport import Auto
 class SharedExperts:
     """Experts that every token visits.
 
-    intermediate_size: their width together. gated: times sigmoid(x @ shared_expert_gate), as in Qwen2-MoE.
+    intermediate_size: the sum of their widths. gated: multiply their output by
+        sigmoid(x @ shared_expert_gate), as in Qwen2-MoE.
     """
 
     intermediate_size: int
@@ -60,8 +62,8 @@ class SharedExperts:
 class MoEConfig:
     """The sizes and the gate of a layer: what it computes, not how.
 
-    hidden_size D, intermediate_size F of an expert, num_experts E, top_k K.
-    activation: `swiglu` or `gelu`. bias: biases in the experts.
+    hidden_size: D. intermediate_size: F, of one expert. num_experts: E. top_k: K.
+    activation: `swiglu` or `gelu`. bias: whether experts have biases.
     """
 
     hidden_size: int
@@ -87,28 +89,29 @@ class MoEConfig:
 class MoELayer(nn.Module):
     """A Mixture-of-Experts layer whose experts live on the ranks of a process group.
 
-    config: what it computes. group: the ranks it is spread over, a process group or a DeviceMesh with
-        dimensions named `ep` and, where wanted, `tp` and `dp`; `None` is one process alone.
-    tensor_parallel: ranks that share an expert, each with a piece of its width F; divides the group.
+    config: what it computes. group: the ranks it is spread over, a process group or a DeviceMesh with a
+        dimension `ep` and optionally `tp` and `dp`; `None` is one process alone.
+    tensor_parallel: how many ranks share an expert, each with a piece of its width F; divides the group.
     data_group: the ranks that hold the same experts in other expert-parallel groups.
-    transport, codec, schedule, experts: a name or the caller's object; `auto` picks, and `reasons` says why.
-        Experts of the caller's are a module that keeps the contract `imbrex.contracts.Experts`, built for
-        this rank's slots.
+    transport, codec, schedule, experts: a name or your own object; `auto` picks, and `reasons` says why. Your
+        own experts are a module that keeps the contract `imbrex.contracts.Experts`, built for this rank's
+        slots.
     losses: coefficients of the auxiliary losses, which `imbrex.aux_loss(model)` collects.
-    placement: where the experts live (default: contiguous). split: which replica takes which choice: `even`,
-        `balanced`, `nearest` or a function. balancer: renews the placement while the model runs.
-    observer, layer: who is told what happens, and under which number. timeout: as in `Exchange`.
+    placement: where the experts live (default: contiguous). split: how choices are shared among replicas:
+        `even`, `balanced`, `nearest` or a function. balancer: renews the placement while the model runs.
+    observer, layer: the observer that hears what happens, and the layer's number in its records.
+    timeout: as in `Exchange`.
 
-    Losses and expert capacity are over the tokens of all ranks. What is differentiated is the sum of all
-    ranks' losses; `imbrex.sync_gradients(model)` turns it into the mean that data parallelism uses.
+    Losses and expert capacity count the tokens of all ranks. The backward differentiates the sum of all
+    ranks' losses; `imbrex.sync_gradients(model)` turns that into the mean that data parallelism uses.
     With `transport="allreduce"` the tokens, and the loss, are the same on every rank of the group.
     """
 
-    _copied = False
+    is_copy = False
     shares_exchange = False
-    """Whether copies of this layer, or what it is a copy of, move their rows through its exchange too."""
+    """Whether another layer, a copy of this one or its original, uses the same exchange."""
     mean_over = 1
-    """A power of two by which the experts' gradients come divided: `imbrex.parallel.backward` sets it."""
+    """A power of two by which the experts' gradients are divided; `imbrex.parallel.backward` sets it."""
 
     def __init__(
         self,
@@ -171,8 +174,8 @@ class MoELayer(nn.Module):
         self._begin(balancer)
 
     def forward(self, x: Tensor, *, kept_TK: Tensor | None = None) -> Tensor:
-        """x [..., D] to y of the same shape and dtype. Of [B, S, D], the B sequences count for the
-        sequence-level loss. `self.routing` is the routing of the last call, its losses differentiable.
+        """x [..., D] to y of the same shape and dtype. If x is [B, S, D], the sequence-level loss counts B
+        sequences. `self.routing` becomes the routing of this call, with differentiable losses.
 
         kept_TK: bool [T, K]; keep exactly these choices, as recorded in `routing.kept_TK`.
         """
@@ -192,13 +195,13 @@ class MoELayer(nn.Module):
             output = self._run_for_mean(x_TD, routing, shared)
         else:
             output = self.strategy.run(x_TD, routing, self.exchange, self.experts, shared)
-        # Module's own way to set an attribute looks for parameters and buffers first, in ten calls.
+        # nn.Module.__setattr__ would look for parameters and buffers first, in ten calls.
         object.__setattr__(self, "routing", routing.keep(output.kept_TK))
         return output.y_TD if x.dim() == 2 else output.y_TD.view_as(x)
 
     def _run_for_mean(self, x_TD: Tensor, routing: Routing, shared: Callable[[], Tensor] | None) -> Output:
-        """Run the strategy so that what goes back through the experts is divided by `mean_over`, and what
-        comes out of them is multiplied again: exact for powers of two, and two passes over tokens in place of
+        """Run the strategy so that gradients are divided by `mean_over` before the experts' backward and
+        multiplied by it after. That is exact for powers of two, and takes two passes over tokens in place of
         one over the gradients of all experts."""
         over = float(self.mean_over)
         weighted = replace(routing, weights_TK=scale_gradient(routing.weights_TK, over))
@@ -207,12 +210,12 @@ class MoELayer(nn.Module):
         return replace(run, y_TD=scale_gradient(run.y_TD, 1 / over))
 
     def aux_loss(self) -> Tensor | float:
-        """The auxiliary losses of the last call, each times its coefficient, summed."""
+        """The sum of the auxiliary losses of the last call, each times its coefficient."""
         return 0.0 if self.routing is None else self.gate.losses.total(self.routing.losses)
 
     @property
     def reasons(self) -> dict[str, str]:
-        """The choices and their reasons, by kind of piece."""
+        """The transport, schedule and experts that were chosen, and why."""
         transport, experts = self.exchange.transport, self.experts
         return {
             "transport": f"{transport.name}: {self.exchange.transport_reason}",
@@ -223,8 +226,8 @@ class MoELayer(nn.Module):
         }
 
     def _about_rows(self) -> str:
-        """Where experts compute in fp8: whether rows come so, or why not; in bf16 by kernels over NVLink, in
-        how many launches those of a small batch."""
+        """A clause of `reasons` about experts: in fp8, whether rows arrive in fp8; in bf16 by kernels over
+        NVLink, how many launches compute a small batch."""
         if self.experts.implementation == "kernels" and self.exchange.transport.name == "nvlink":
             ways = {
                 None: "one launch or two, whichever is faster for its rows and weights",
@@ -239,8 +242,8 @@ class MoELayer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw all parameters, as construction does: for a layer that was made on the device `meta`, after
-        `to_empty`. Collective. Experts of the caller's draw theirs themselves."""
+        """Draw all parameters as construction does, for a layer that was made on the device `meta`, after
+        `to_empty`. Collective. Your own experts must draw theirs themselves."""
         self.gate.reset_parameters()
         for module in (self.shared_expert, self.shared_expert_gate):
             for linear in () if module is None else module.modules():
@@ -251,29 +254,29 @@ class MoELayer(nn.Module):
         self._share()
 
     def __deepcopy__(self, memo: dict[int, object]) -> MoELayer:
-        """A copy with parameters of its own over the same ranks and exchange, as for an average of weights;
-        no routing yet. It is for the placement that the original has now."""
+        """Copy the layer, as for an average of weights: its own parameters, the same ranks and exchange, no
+        routing yet. The copy is only good for the placement that the original has now."""
         for shared in (self.ranks, self.strategy, self.token_groups):
             memo[id(shared)] = shared
         memo[id(self.routing)] = None
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__setstate__(deepcopy(self.__dict__, memo))
-        copied._copied = copied.shares_exchange = self.shares_exchange = True
+        copied.is_copy = copied.shares_exchange = self.shares_exchange = True
         guards.watch(copied)
         return copied
 
     def __copy__(self) -> MoELayer:
-        """This layer under another name: its parameters, ranks and exchange."""
+        """Make another object for the same layer: it shares parameters, ranks and exchange."""
         copied = type(self).__new__(type(self))
         copied.__dict__.update(self.__dict__)
         return copied
 
     def __reduce_ex__(self, protocol: object) -> str:
-        """Refuses pickle, as its exchange does, before torch stumbles over a group."""
+        """Refuse pickle, as the exchange does, before torch fails on a process group."""
         return self.exchange.__reduce_ex__(protocol)
 
     def check(self, *, synchronize: bool = False) -> None:
-        """Raise where a call has failed on the device: as `Exchange.check`."""
+        """Raise if a call has failed on the device; see `Exchange.check`."""
         self.exchange.check(synchronize=synchronize)
 
     def close(self) -> None:
@@ -281,7 +284,7 @@ class MoELayer(nn.Module):
         self.exchange.close()
 
     def _settings(self, losses: AuxLosses | None, dtype: torch.dtype | None) -> dict[str, str]:
-        """Settings that must be alike on every rank, besides those that the exchange compares."""
+        """Settings that must be the same on every rank, besides those that the exchange compares."""
         config = {f.name: repr(getattr(self.config, f.name)) for f in fields(self.config)}
         pieces = {"the schedule": self.strategy.name, "the losses": repr(losses), "the dtype": str(dtype)}
         return pieces | config
@@ -323,13 +326,14 @@ class MoELayer(nn.Module):
     def _shared(self, x_TD: Tensor) -> Tensor:
         assert self.shared_expert is not None
         if x_TD.requires_grad:
-            # Sums the gradients of its projections first: tokens' then do not tell when this was computed.
+            # The gradients of its projections are summed first, so that dx does not depend on when this ran.
             x_TD = x_TD.view_as(x_TD)
         y_TD = self.shared_expert(x_TD)
         return y_TD if self.shared_expert_gate is None else F.sigmoid(self.shared_expert_gate(x_TD)) * y_TD
 
     def _rows_per_slot(self):
-        """Rows every slot is padded to, from the tokens of the group, where the capacity asks for it."""
+        """A function from the tokens of the group to the rows of every slot, if the capacity pads; else
+        `None`."""
         config, capacity = self.config, self.config.gate.capacity
         if capacity is None or not capacity.pad:
             return None
@@ -341,8 +345,9 @@ class MoELayer(nn.Module):
         return rows
 
     def _checked(self, x: Tensor, kept_TK: Tensor | None) -> Tensor:
-        """A wrong shape or dtype, or a mask of another call, on one rank is every rank's error: the others
-        may already wait for it in the router's sums over the global batch, so there they all check in first.
+        """The input, cast under autocast. A wrong shape, dtype or mask on one rank is every rank's error.
+        With
+        a router that sums over the global batch all ranks check in first: the others would wait in its sums.
         """
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -353,7 +358,7 @@ class MoELayer(nn.Module):
             refuse_sharded(self.experts, self.ranks)
             refuse_meta(self)
             self.exchange.settle(x)
-        if self._copied and self.placement != self.exchange.geometry.placement:
+        if self.is_copy and self.placement != self.exchange.geometry.placement:
             raise ValueError(
                 "MoELayer: this is a copy, and the experts of the layer that it was copied from have moved, "
                 "with the exchange that both use; copy it anew, or without a balancer"
@@ -361,7 +366,7 @@ class MoELayer(nn.Module):
         wrong = self.exchange.dispatcher.why_not_tokens(x) is not None
         if kept_TK is not None and not wrong:
             expected = x.numel() // x.shape[-1], self.config.top_k
-            if not isinstance(kept_TK, Tensor):  # which the others hear of as of one of another dtype
+            if not isinstance(kept_TK, Tensor):  # tell the others of it as a mask of a wrong dtype
                 kept_TK = torch.zeros(expected, dtype=torch.int64, device=x.device)
             wrong = kept_TK.shape != expected or kept_TK.dtype != torch.bool or kept_TK.device != x.device
         together, problem = self.gate.is_collective, None

@@ -139,8 +139,8 @@ class Ranks:
 
 
 def refuse_ddp(experts: nn.Module, ranks: Ranks) -> None:
-    """Inside a DistributedDataParallel that holds the experts too, raise ValueError: it has made those of all
-    ranks those of its first rank, and would average the gradients of different experts."""
+    """Raise ValueError inside a DistributedDataParallel that holds the experts too: it has given all ranks
+    the experts of its first rank, and would average the gradients of different experts."""
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is None or ranks.size == 1:
         return

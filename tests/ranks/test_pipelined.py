@@ -174,6 +174,9 @@ class Double:
     applies_weights = False
     forms = (RowForm.ROWS,)
 
+    def parameters(self):
+        return iter(())
+
     def __call__(self, dispatched: imbrex.Dispatched) -> torch.Tensor:
         return dispatched.rows_RD * 2
 

@@ -127,6 +127,9 @@ class Scaled:
     def __init__(self, first: int) -> None:
         self.first = first
 
+    def parameters(self):
+        return iter(())
+
     def __call__(self, dispatched: Dispatched) -> Tensor:
         slots = torch.arange(len(dispatched.counts_e)) + self.first
         return dispatched.rows_RD * factors(slots.repeat_interleave(dispatched.counts_e))[:, None]

@@ -59,6 +59,18 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def test_the_first_screen_says_what_it_is() -> None:
+    """One claim with a number, one picture, how to install it, eight lines of use, what is supported."""
+    screen = README.partition("## ")[0]
+    claim = re.search(r"^\*\*imbrex .* \d+(\.\d+)? times .*\*\*$", screen, re.MULTILINE)
+    places = [claim.start() if claim else -1]
+    places += [screen.find(part) for part in ("![", "pip install", "```python", "| hardware |")]
+    assert -1 not in places
+    assert places == sorted(places)
+    assert screen.count("![") == 1
+    assert screen.count("\n") < 70
+
+
 def test_every_make_target_it_names_is_there() -> None:
     named = {words[1] for words in commands("make")}
     assert named == {"demo", "test"}

@@ -61,8 +61,9 @@ class Mover:
         self.queued = Mark(device)
 
     def prepare(self, nbytes: int) -> None:
-        """Before a migration opens, where weights are queued; collective. nbytes: the most that one rank may
-        fetch. What the caller has queued so far is read, and written over, no earlier than it is done."""
+        """Get ready before a migration opens, on the stream where weights are queued; collective. nbytes: the
+        most that one rank may fetch. Work that the caller has queued so far ends before its tensors are read
+        or overwritten."""
         self.queued = Mark(self.aside.device)
 
     def move(self, number: int, changes: Sequence[Change]) -> dict[tuple[int, int], list[Tensor]]:

@@ -108,7 +108,7 @@ class OnlineBalancer:
         self.seats.append(seat)
 
     def step(self) -> list[int]:
-        """Between two iterations, on every rank: numbers of the layers that have a new placement.
+        """Balance between two iterations, on every rank; the numbers of the layers that have a new placement.
 
         Raises RankLostError where a rank does not answer; ValueError where a layer in training cannot be
         balanced.

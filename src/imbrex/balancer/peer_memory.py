@@ -49,7 +49,8 @@ class PeerMover(Mover):
         super().prepare(nbytes)
 
     def _grow(self, nbytes: int) -> None:
-        """Once, or where more may be fetched than before: in training, when the optimizer has its state."""
+        """Make the heap, or a larger one if more may be fetched than before: in training, once the optimizer
+        has its state."""
         if self._heap is not None:
             self._parts = []
             self._heap.close()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor, nn
@@ -27,6 +28,14 @@ class Layer(Protocol):
     experts: Any
     ranks: Any
     training: bool
+
+
+@runtime_checkable
+class KeepsCopies(Protocol):
+    """Experts that keep something derived from their weights, such as quantised copies."""
+
+    def weights_written(self, slots: Sequence[int]) -> None:
+        """Take note that the weights of these local slots were overwritten in place."""
 
 
 class Seat:
@@ -105,9 +114,9 @@ class Seat:
         """Write the weights that arrived and use the placement from the next forward on; bytes written."""
         layer, me = self.layer, self.layer.ranks.expert_rank
         written = land(change, arrived, me)
-        first, tell_experts = change.old.rank_offsets[me], getattr(layer.experts, "weights_written", None)
-        if tell_experts is not None:
-            tell_experts([fetch.slot - first for fetch in change.fetches if fetch.target == me])
+        experts, first = layer.experts, change.old.rank_offsets[me]
+        if isinstance(experts, KeepsCopies):
+            experts.weights_written([fetch.slot - first for fetch in change.fetches if fetch.target == me])
         for parameter in layer.experts.parameters():
             parameter.grad = None
         layer.placement = change.new

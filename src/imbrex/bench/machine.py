@@ -111,7 +111,7 @@ def _topology() -> dict[tuple[int, int], str]:
 
 @functools.cache
 def _nvidia_smi(*arguments: str) -> str:
-    """Its standard output, or nothing where it is missing, fails or hangs."""
+    """Standard output of nvidia-smi; empty if the program is missing, fails or hangs."""
     if shutil.which("nvidia-smi") is None:
         return ""
     try:

@@ -132,7 +132,8 @@ def leader(network: Network, load: Load) -> float:
 
 
 def hierarchical(network: Network, load: Load, pieces: int = 4) -> float:
-    """Once to a node, piece by piece, and on to its ranks: the slower tier, and one piece of the other."""
+    """Seconds of sending rows once to a node, piece by piece, and on to its ranks: those of the slower tier,
+    and of one piece on the other."""
     (first, once), n, m = rows(network, load), network.nodes, network.size
     across = network.across(pieces * (n - 1), (n - 1) * once)
     inside = network.inside((1 + pieces * (n - 1)) * (m - 1), n * (m - 1) * first)

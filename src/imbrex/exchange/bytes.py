@@ -3,10 +3,11 @@
     x_TD ──encode, move──▶ pool_PD ──expand──▶ rows_RD
     y_TD ◀──sum in rank order◀──move back, encode── partial_PD ◀──reduce── rows_RD
 
-The gradient of combine runs the upper line with dy, that of dispatch the lower one, over the same traffic.
+The gradient of combine runs the upper line with dy, and the gradient of dispatch runs the lower one, over the
+same traffic.
 
-Rows in fp8 are left as they cross: decoding, and quantising again what was decoded, is left out, and the own
-tokens are encoded as the others' are. Forward only.
+If experts take rows in fp8 and rows cross in fp8, they are not decoded and quantised again; this rank's own
+tokens are encoded like the others'. Forward only.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ from imbrex.transport.nodes import Nodes
 
 
 class BytesDispatcher(WiredDispatcher):
-    """Rows are encoded, moved by a transport, and decoded, on any device and in any dtype.
+    """Encodes rows, has a transport move them and decodes them, on any device and in any dtype.
 
-    nodes: how ranks are spread over hosts, where the transport or the launchers know.
+    nodes: how ranks are spread over hosts, if the transport or the launchers know.
     """
 
     def __init__(
@@ -97,8 +98,8 @@ class BytesDispatcher(WiredDispatcher):
             self._gather([torch.cat([header, header.new_zeros(self._room)])])
 
     def _checks_itself(self, num_parts: int) -> bool:
-        """Whether `agree` on so many parts has a message as long as that of a check. A rank whose input is
-        fine sends the first alone, and one whose input is not the other."""
+        """Whether the message of `agree` on this many parts is as long as that of a check. Then a rank whose
+        input is fine sends only the first, and a rank whose input is not sends only the second."""
         return num_parts == 1
 
     def agree_on_rows(self, problem: str | None, dtype: torch.dtype) -> None:
@@ -109,16 +110,16 @@ class BytesDispatcher(WiredDispatcher):
     def exchange_choices(
         self, parts: Sequence[tuple[Tensor, Routing]]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Tell every rank the state of the input, the choices per expert and, where they are known ahead, the
-        rows to every rank: int64 [W, HEADER + E (+ W)] of every part, all in one message. Also who wants the
-        tokens of this rank's parts, where that is known ahead."""
+        """Tell every rank the state of the input, the choices per expert and, if known already, the rows for
+        every rank: int64 [W, HEADER + E (+ W)] for each part, all in one message. Also returns which ranks
+        want the tokens of this rank's parts, if known already."""
         messages = [self._message(*part, len(parts)) for part in parts]
         return self._gather([message for message, _ in messages]), [wanted_TW for _, wanted_TW in messages]
 
     def _gather(self, messages: Sequence[Tensor]) -> list[Tensor]:
         gathered = self.transport.exchange_counts(torch.cat([*messages]))
         self.observer.count("host_syncs", 1, layer=self.layer)
-        # Of a call in parts nobody promises anything.
+        # Nobody promises anything for a call in parts.
         self.promised = bool(gathered[:, PROMISE].all())
         by_part = list(gathered.chunk(len(messages), 1))
         for message in by_part:
@@ -126,7 +127,7 @@ class BytesDispatcher(WiredDispatcher):
         return by_part
 
     def _message(self, x_TD: Tensor, routing: Routing, num_parts: int) -> tuple[Tensor, Tensor | None]:
-        """This rank's message of a part, and who wants its tokens, where that is known ahead."""
+        """This rank's message for a part, and which ranks want its tokens, if that is known already."""
         geometry, ids_TK = self.geometry, routing.ids_TK
         problem = find_problem(x_TD, routing, self.geometry, self.place)
         header = self._header(problem, x_TD, ids_TK, num_parts)
@@ -146,20 +147,19 @@ class BytesDispatcher(WiredDispatcher):
 
     @property
     def _room(self) -> int:
-        """Numbers behind the header in the message of a part, and so in that of a check, where they are
-        zeros."""
+        """How many numbers follow the header in the message of a part. A check sends as many zeros."""
         return self.geometry.placement.num_experts + self._sizes_ahead * self.world_size
 
     @property
     def _sizes_ahead(self) -> bool:
-        """Whether a rank knows what it sends to whom before it knows what others choose: nobody relays, and
-        no choice is between replicas."""
+        """Whether a rank knows how many rows it sends to which rank before it hears the others' choices. It
+        does if nobody relays rows and no expert has replicas."""
         still = self.transport.replicated or self.transport.relays or self.world_size == 1
         return not (still or self.geometry.placement.has_replicas)
 
     def agree(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Plan]:
-        """Exchange counts, choose replicas, place every row, for one dispatch or for several at once. One
-        host synchronisation on a GPU; two where rows are relayed, or go where replicas are chosen first."""
+        """Exchange counts, choose replicas and place every row, for one dispatch or several at once. That
+        takes one host synchronisation on a GPU, and two if rows are relayed or experts have replicas."""
         with self._span("plan"):
             return self._make_plans(parts)
 
@@ -190,7 +190,7 @@ class BytesDispatcher(WiredDispatcher):
         ]
 
     def _split(self, gathered: Tensor) -> Tensor:
-        """Choices of every rank for every slot, from the messages of all ranks."""
+        """The choices of every rank for every slot, from the messages of all ranks."""
         geometry, replicated = self.geometry, self.transport.replicated
         placement, world = geometry.placement, self.world_size
         counts_WE = gathered[:, HEADER : HEADER + placement.num_experts]
@@ -215,8 +215,8 @@ class BytesDispatcher(WiredDispatcher):
         return plan.ranks_wanted(slot_TK, geometry.placement, geometry.tensor_parallel)
 
     def _rows_ahead(self, gathered: list[Tensor]) -> list[Tensor] | None:
-        """Rows that every rank sends to every other, int64 [W, W] of every part, where a message said so or
-        there are none; `None` where ranks must still tell each other."""
+        """The rows that every rank sends to every other, int64 [W, W] for each part, if the messages say so
+        or there are none. `None` if ranks must still tell each other."""
         world = self.world_size
         if self.transport.replicated or world == 1:
             return [torch.zeros(world, world, dtype=torch.int64, device="cpu") for _ in gathered]
@@ -226,14 +226,15 @@ class BytesDispatcher(WiredDispatcher):
         return None
 
     def _out(self, phase: str, encoded_TB: Tensor, traffic: Traffic) -> Pending:
-        """Send rows, one a token, to who wants them."""
+        """Send rows, one per token, to the ranks that want them."""
         pending = self.transport.begin_move(encoded_TB, traffic)
         return self._watched(pending, phase, traffic, 0, encoded_TB) if self.observer.enabled else pending
 
     def _back(
         self, phase: str, encoded_MB: Tensor, traffic: Traffic, codec: Codec, dtype: torch.dtype
     ) -> Pending:
-        """Send rows, one a row received, to where their tokens live. Some transports add rows on the way."""
+        """Send rows, one per row received, to the ranks of their tokens. Some transports add rows on the
+        way."""
         if self.transport.sums_on_the_way:
             add = partial(add_encoded, codec, self.geometry.hidden_size, dtype)
             pending = self.transport.begin_move_back(encoded_MB, traffic, add)
@@ -246,9 +247,8 @@ class BytesDispatcher(WiredDispatcher):
         return _Watched(pending, partial(self._span, phase))
 
     def _count_bytes(self, traffic: Traffic, way: int, row_bytes: int) -> None:
-        """Count bytes by the rank that they are sent to and, on several nodes, inside this node and to
-        others: as they travel where rows are passed on, so that all ranks' together are what the networks
-        carry."""
+        """Count the bytes sent to each rank and, on several nodes, inside this node and to others. Relayed
+        rows count at every step, so the sum over ranks is what the networks carry."""
         rows_W = self.transport.rows_sent(traffic, back=bool(way))
         self.observer.count("bytes_sent", rows_W * row_bytes, layer=self.layer)
         if self.nodes is not None and self.nodes.num_nodes > 1:
@@ -262,7 +262,7 @@ class BytesDispatcher(WiredDispatcher):
     def dispatch(
         self, plan: Plan, x_TD: Tensor, weights_TK: Tensor, form: RowForm = RowForm.ROWS
     ) -> Crossing[Arrived]:
-        """Tokens cross with slots, positions and weights of their choices behind them."""
+        """Send tokens, each followed by the slots, positions and weights of its choices."""
         with self._span("dispatch"):
             labels = plan.slot_TK.int(), plan.position_TK.int(), weights_TK.view(torch.int32)
             encoded = write([x_TD, torch.cat(labels, 1)], self.wire.dispatch, x_TD.dtype)
@@ -280,7 +280,7 @@ class BytesDispatcher(WiredDispatcher):
         return Crossing(partial(self._out, "dispatch", encoded, plan.traffic), read)
 
     def _place(self, plan: Plan, received: Tensor, weights_TK: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Weights of the rows and the state, from the labels behind what arrived."""
+        """The weights of the rows, and the state, from the labels behind the rows that arrived."""
         top_k, traffic = weights_TK.shape[1], plan.traffic
         labels = from_bytes(received[:, -12 * top_k :], 3 * top_k, torch.int32)
         slots, positions, bits = labels.split(top_k, 1)
@@ -294,7 +294,7 @@ class BytesDispatcher(WiredDispatcher):
         return weights_R, [source_R, position_PK, traffic.sent_tokens_N, traffic.splits_2W, *traffic.hops]
 
     def _leave_fp8(self, encoded: Tensor, received: Tensor, source_R: Tensor) -> tuple[Tensor, Tensor]:
-        """Values and scales of the rows; the own ones are among what was written."""
+        """The values and scales of the rows. This rank's own rows are taken from `encoded`."""
         width = self.geometry.hidden_size
         nbytes = self.wire.dispatch.nbytes(width, torch.bfloat16)
         bytes_RB = rows.expand([encoded[:, :nbytes], received[:, :nbytes]], source_R)
@@ -316,7 +316,7 @@ class BytesDispatcher(WiredDispatcher):
         addend: Addend | None = None,
         out_TD: Tensor | None = None,
     ) -> Crossing[Tensor]:
-        """Partial sums of the own tokens stay; those of others cross."""
+        """Keep the partial sums of this rank's tokens; send the others home."""
         (_, position_PK, traffic), dtype, codec = read_state(state), rows_RD.dtype, self.wire.combine
         encoded = None
         with self._span("combine"):
@@ -345,7 +345,7 @@ class BytesDispatcher(WiredDispatcher):
                 d_y_RD = self._expand(d_y_TD, received, codec, source_R)
                 if rows_RD is None:
                     return d_y_RD, weights_R.new_empty(0)
-                # Padding rows of an expert with a bias are not zero, and may be anything on a device.
+                # Padding rows are not zero after an expert with a bias, and may be anything on a device.
                 d_weights_R = torch.where(source_R < 0, 0.0, (rows_RD.float() * d_y_RD.float()).sum(1))
                 return (d_y_RD.float() * weights_R[:, None]).to(d_y_RD.dtype), d_weights_R
 
@@ -359,7 +359,7 @@ class BytesDispatcher(WiredDispatcher):
         num_tokens: int,
         out: tuple[Tensor, Tensor] | None = None,
     ) -> Crossing[tuple[Tensor, Tensor]]:
-        """Gradients of the own tokens and of their weights stay, summed; those of others cross."""
+        """Keep the summed gradients of this rank's tokens and weights; send the others home."""
         (_, position_PK, traffic), dtype = read_state(state), d_rows_RD.dtype
         codec, encoded = self.wire.dispatch_backward, None
         with self._span("dispatch_backward"):
@@ -372,8 +372,8 @@ class BytesDispatcher(WiredDispatcher):
         def read(received: Tensor | None) -> tuple[Tensor, Tensor]:
             with self._span("dispatch_backward"):
                 nbytes = codec.nbytes(own_TD.shape[1], dtype)
-                came = None if received is None else received[:, :nbytes]
-                d_x_TD = self._sum_home(own_TD, came, codec, dtype, traffic).to(dtype)
+                sums_NB = None if received is None else received[:, :nbytes]
+                d_x_TD = self._sum_home(own_TD, sums_NB, codec, dtype, traffic).to(dtype)
                 if received is None:
                     d_weights_TK = self.transport.all_reduce(own_TK)
                 else:
@@ -395,7 +395,7 @@ class BytesDispatcher(WiredDispatcher):
     def _moving_out(
         self, phase: str, x_TD: Tensor, codec: Codec, traffic: Traffic
     ) -> Callable[[], Pending | None]:
-        """Writes one row a token, and gives its move; none where tokens are the same on every rank."""
+        """Encode one row per token, and return the move; no rows move if all ranks have the same tokens."""
         if self.transport.replicated:
             return nothing_to_move
         with self._span(phase):
@@ -415,8 +415,8 @@ class BytesDispatcher(WiredDispatcher):
     def _sum_home(
         self, own_TD: Tensor, received: Tensor | None, codec: Codec, dtype: torch.dtype, traffic: Traffic
     ) -> Tensor:
-        """Partial sums of every rank added up: `received`, as it crossed, or where the tokens are the same on
-        every rank, over the ranks."""
+        """Add up the partial sums of all ranks: this rank's and `received`, as they crossed, or, if all ranks
+        have the same tokens, by a sum over ranks."""
         if received is not None:
             return self._add_home(own_TD, codec.decode(received, own_TD.shape[1], dtype), traffic)
         if codec.name == "identity":
@@ -430,7 +430,7 @@ class BytesDispatcher(WiredDispatcher):
 
 
 class _Watched:
-    """A move whose wait is a span."""
+    """A move whose wait is recorded as a span."""
 
     def __init__(self, pending: Pending, span: Callable[[], Any]) -> None:
         self.pending, self.span = pending, span

@@ -1,4 +1,4 @@
-"""The base of all dispatchers: a key, a geometry, a listener, and plain answers for what only some can do."""
+"""The base of all dispatchers: a key, a geometry, an observer, and defaults for what only some can do."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from imbrex.runtime.tracing import differentiated, traced
 
 
 class DispatcherBase:
-    """A dispatcher by itself, which serves every call, has rows in one form, and counts on the host."""
+    """A dispatcher that serves every call itself, gives plain rows only, and counts on the host."""
 
     geometry: Geometry
     dtypes: Sequence[torch.dtype] = DTYPES
     roles = Roles()
     promise = promised = room_for_all = False
     place: torch.device | None = None
-    """Where tokens must lie; a rank alone takes them anywhere."""
+    """The device on which tokens must be; a rank alone takes them anywhere."""
 
     def __init__(self, geometry: Geometry, observer: Listener, layer: int, *form: Any) -> None:
-        """Registers it. form: what the shapes of its state depend on besides who is where."""
+        """Register the dispatcher. form: what its state's shapes depend on besides rank and placement."""
         where = geometry.rank, geometry.placement.rank_offsets, geometry.tensor_parallel
         self.observer, self.layer = observer, layer
         self.key = autograd.register(self, *where, *form)
@@ -39,13 +39,14 @@ class DispatcherBase:
         return False
 
     def relocate(self, geometry: Geometry) -> None:
-        """Ranks compare `where` at every call: one that has not relocated would send rows elsewhere."""
+        """Take a geometry. Ranks compare `where` at every call: one with another placement would send rows
+        astray."""
         self.geometry = geometry
         self.where = zlib.crc32(repr(geometry.placement).encode())
 
     def take_agreement(self, number: int, node_of_W: Sequence[int]) -> None:
-        """Take what ranks agreed upon at construction: the number of this exchange, the same on all ranks,
-        and the node of every rank."""
+        """Take what ranks agreed on at construction: the number of this exchange, the same on all ranks, and
+        the node of every rank."""
         self.number = number
 
     @property
@@ -98,7 +99,7 @@ class DispatcherBase:
         return self.dispatch_backward(d_rows_RD, d_weights_R, state, num_tokens, out)
 
     def agree_on_rows(self, problem: str | None, dtype: torch.dtype) -> None:
-        """There is nobody else to tell."""
+        """Nothing: there is nobody else to tell."""
 
     def why_not_form(self, form: RowForm) -> str | None:
         return None if form is RowForm.ROWS else f"nothing here gives rows that are {form.value}"
@@ -122,14 +123,14 @@ class DispatcherBase:
         )
 
     def check(self, *, synchronize: bool = False) -> None:
-        """Nothing fails on the device that nobody hears of."""
+        """Nothing: every failure here raises at once."""
 
     def close(self) -> None:
         autograd.release(self.key)
 
 
 class WiredDispatcher(DispatcherBase):
-    """A dispatcher whose rows cross as the codecs of a wire write them, and may stay so where that is fp8."""
+    """A dispatcher whose rows cross as codecs write them. Rows that cross in fp8 may stay in fp8."""
 
     wire: Wire
 
@@ -142,7 +143,7 @@ class WiredDispatcher(DispatcherBase):
         return f"they have {width} values, no multiple of {BLOCK}" if width % BLOCK else None
 
     def form_of(self, forms: Sequence[RowForm], x_TD: Tensor, weights_TK: Tensor) -> RowForm:
-        """fp8 only where tokens are bfloat16, and nobody differentiates or traces this call."""
+        """Rows come in fp8 only if tokens are bfloat16 and this call has no gradients and is not traced."""
         if RowForm.FP8 not in forms or self.why_not_form(RowForm.FP8) is not None:
             return RowForm.ROWS
         plain = x_TD.dtype != torch.bfloat16 or differentiated(x_TD, weights_TK)
@@ -150,4 +151,4 @@ class WiredDispatcher(DispatcherBase):
 
 
 def nothing_to_move() -> None:
-    """The move of a crossing that is all in its reading."""
+    """The move of a crossing that does all its work in `read`."""

@@ -1,8 +1,8 @@
-"""Dispatch and combine for people who bring their own router or experts.
+"""Dispatch and combine: the part of the layer to use with your own router or experts.
 
-A token goes once to every rank that hosts one of its experts; there it is copied to its expert-major rows.
+A token goes once to every rank that hosts one of its experts, and is copied there to its expert-major rows.
 On the way back, the rows of a token on one rank are weighted and summed there in float32, one partial sum
-crosses the wire, and the token's rank adds the partial sums in rank order: the same bits every run.
+crosses the wire, and the token's rank adds the partial sums in rank order. So every run has the same bits.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class Exchange:
         `transport_reason` says why.
     split: which replica takes which choice, a name in `imbrex.placement.SPLITS` or a function.
     alignment: rows of a slot are padded to a multiple of it.
-    rows_per_slot: from the tokens of the group to the rows that every slot is padded to instead.
-    dtype: what transport `auto` must know to pick `nvlink`: that tokens are bfloat16.
+    rows_per_slot: given the number of tokens of the group, the rows that every slot is padded to instead.
+    dtype: the tokens' dtype; transport `auto` picks `nvlink` only if it knows that they are bfloat16.
     timeout: seconds until a wait for a peer ends in `RankLostError` (`IMBREX_TIMEOUT_S`, 60).
-    observer, layer: who is told what happens, and under which number.
+    observer, layer: the observer that hears what happens, and the number of the layer in its records.
 
     Raises ValueError, on every rank, where the settings make no sense or differ between ranks.
     """
@@ -129,7 +129,8 @@ class Exchange:
             self.transport_reason += "; kernels order and sum its rows" if by_kernels else ""
 
     def _agree(self, layer: int, problem: ValueError | None) -> None:
-        """The key that the first rank has for its dispatcher stands for this exchange on all ranks."""
+        """Compare settings with all ranks. The first rank's key of its dispatcher becomes this exchange's
+        number."""
         own = launched_on(), 0 if problem else self.dispatcher.key // autograd.MOST_FORMS
         words_W = agree(self.transport, self._settings(layer), "Exchange", problem, own=own)
         self.dispatcher.take_agreement(words_W[0][1], [node for node, _ in words_W])
@@ -175,9 +176,9 @@ class Exchange:
             dispatcher.observer = observer
 
     def relocate(self, placement: Placement | None = None, split: Split | None = None) -> None:
-        """Move experts to `placement`, and choose replicas by `split`, from the next dispatch on. What was
-        dispatched before is combined and differentiated as it was planned. Every rank must call it between
-        the same two dispatches, with weights that are already there.
+        """Move experts to `placement`, and choose replicas by `split`, from the next dispatch on. Earlier
+        dispatches are combined and differentiated as planned. Every rank must call this between the same two
+        dispatches, when the weights are already in their new places.
 
         Raises ValueError where the placement has other experts, or other slots per rank.
         """
@@ -194,24 +195,24 @@ class Exchange:
 
     @property
     def counts_on_device(self) -> bool:
-        """Whether replicas are split on the device, where `count_into` counts. Elsewhere the split is a
-        function that is given all counts."""
+        """Whether choices between replicas are made on the device; `count_into` works then. Otherwise the
+        split is a function that gets all counts."""
         return self.dispatcher.counts_on_device
 
     def count_into(self, tally_WS: Tensor | None) -> None:
-        """Add the choices of every rank for every slot to int32 [W, S], in place on the device, from the next
-        dispatch on; `None` ends it. A captured call goes on adding to the tensor that it was captured with.
-        Raises ValueError unless `counts_on_device`.
+        """Add, from the next dispatch on, the choices of every rank for every slot to int32 [W, S], in place
+        on the device; `None` ends it. A captured call keeps adding to the tensor it was captured with. Raises
+        ValueError unless `counts_on_device`.
         """
         self._missed_for_dtype = False  # another dispatcher would not know of it
         self.dispatcher.count_into(tally_WS)
 
     def check_in(self, x: Tensor, *, kept_TK: Tensor | None = None, alone: bool = False) -> None:
-        """Tell the other ranks whether tokens [..., D] can be dispatched: ValueError on every rank where one
-        rank's cannot. For callers who communicate between having tokens and dispatching them.
+        """Tell the other ranks whether tokens [..., D] can be dispatched; raise ValueError on every rank if
+        one rank's cannot. For callers that communicate between having tokens and dispatching them.
 
-        kept_TK: a mask, which must be of bools, of as many tokens and choices. alone: a rank that finds its
-            own input wrong calls it by itself; the others hear it in their `dispatch`, or in their schedule.
+        kept_TK: a mask, which must be bool and have one entry for each choice. alone: this rank calls by
+            itself, because its input is wrong; the others hear of it in their `dispatch` or schedule.
         """
         x_TD = x.reshape(-1, x.shape[-1]) if x.dim() else x[None, None]
         choices = (x_TD.shape[0], self.geometry.top_k) if kept_TK is None else kept_TK.shape
@@ -231,15 +232,14 @@ class Exchange:
         """Rows for the local experts. Differentiable in `x_TD` and `routing.weights_TK`.
 
         x_TD: [T, hidden_size], float32, bfloat16, float16 or float64; T may differ between ranks and be 0.
-        forms: how rows may come, the best first. They come in the first form that this call can have, else as
-            plain rows, and `Dispatched.form` says which. Rows in fp8 are there where tokens are bfloat16 and
-            cross in fp8; tokens with an index where kernels serve a rank alone; both where nobody
-            differentiates or traces. Ranks may differ in it: the same bytes cross.
-        promise: that `combine` gets rows that fit these, and no addend. Where all ranks promise, and meet in
-            a dispatch, they do not meet again in its combine, where a broken promise is no error of the other
-            ranks until their time-out.
-        Raises ValueError on every rank, before any row moves, where one rank's input is wrong; RankLostError
-        where a rank does not answer.
+        forms: the forms in which rows may come, the best first. They come in the first one that this call
+            allows, else as plain rows; `Dispatched.form` says which. fp8 needs bfloat16 tokens that cross in
+            fp8; an index needs kernels that serve a rank alone; both need a call without gradients and
+            tracing. Ranks may ask for different forms: the same bytes cross.
+        promise: you will give `combine` rows that fit these, and no addend. If all ranks promise, they need
+            not meet again in the combine. If a rank breaks its promise, the others learn it by their
+            time-out. Raises ValueError on every rank, before any row moves, where one rank's input is wrong;
+            RankLostError where a rank does not answer.
         """
         compiling, wants_rows = torch.compiler.is_compiling(), forms[0] is RowForm.ROWS
         if not compiling:
@@ -261,7 +261,7 @@ class Exchange:
             state=tuple(state),
             num_tokens=x_TD.shape[0],
             maker=dispatcher.key,
-            # A graph would be of the calls before which ranks had promised the same.
+            # A compiled graph would hold only for calls with the same promise.
             promised=not compiling and dispatcher.promised,
         )
         return Dispatched(
@@ -275,20 +275,20 @@ class Exchange:
         )
 
     def begin_dispatch(self, x_TD: Tensor, routing: Routing) -> BegunDispatch:
-        """Start a dispatch; its `finish()` gives what `dispatch` gives. Not inside a compiled graph."""
+        """Start a dispatch; `finish()` returns what `dispatch` returns. Not inside a compiled graph."""
         self._check_devices(x_TD, routing)
         return BegunDispatch(self.dispatcher.for_call(x_TD, routing), x_TD, routing)
 
     def dispatching_again(self, x_TD: Tensor, dispatched: Dispatched) -> Again:
-        """A context: what is computed inside keeps no rows for its backward. They are dispatched again when
-        that comes, one crossing for the memory of R rows; every rank must do it. `x_TD` is what was
-        dispatched. Give what the context is to the `combine` of these rows."""
+        """A context in which the experts' computation keeps no rows for its backward. The backward dispatches
+        them again: one more crossing saves the memory of R rows. Every rank must do it. x_TD: the tokens that
+        were dispatched. Pass the context to the `combine` of these rows, as `again`."""
         return Again(x_TD, dispatched)
 
     def settle(self, x: Tensor) -> None:
-        """Before the first call: where `auto` has not taken `nvlink` because of the dtype alone, and the
-        tokens of all ranks turn out to be bfloat16, as under autocast, take it now. Collective over the
-        group, of ranks that were all made with the same settings; without an effect afterwards."""
+        """Choose the transport again before the first call. If `auto` passed over `nvlink` only because of
+        the dtype, and the tokens of all ranks turn out to be bfloat16, as under autocast, take it now.
+        Collective over the group, whose ranks all have the same settings; does nothing afterwards."""
         if not self._missed_for_dtype or self.group is None or not _may_choose_again(self.group):
             return
         answers_W = self.transport.exchange_counts(words(int(x.dtype == torch.bfloat16)))
@@ -308,11 +308,11 @@ class Exchange:
         if self._missed_for_dtype:
             self._tell_of_dtype(x_TD.dtype, x_TD.device.type)
         if not x_TD.device == routing.ids_TK.device == routing.weights_TK.device:
-            # An operator refuses tensors of several devices before its body can tell the other ranks.
+            # An operator would refuse tensors on several devices before its body can tell the other ranks.
             self.dispatcher.check_in(x_TD, routing)
 
     def _tell_of_dtype(self, dtype: torch.dtype, device_type: str) -> None:
-        """Autocast and `.to(torch.bfloat16)` come after `auto` has chosen by the dtype."""
+        """Warn if `auto` chose by a dtype that autocast or `.to(torch.bfloat16)` has changed since."""
         if dtype == torch.bfloat16 and device_type == "cuda":
             self._missed_for_dtype = False
             warnings.warn(
@@ -334,34 +334,34 @@ class Exchange:
         `addend` [T, D] in the same float32 reduction. Differentiable in the rows, the weights and the addend.
 
         weighted: the rows are already times `handle.weights_R`, and are only summed.
-        again: of `dispatching_again`, where the rows were computed in it.
-        Raises ValueError where the rows are none of this dispatch: of another number, width, dtype or device,
-        or with the handle of another exchange. Every rank hears it, over NCCL at the first combine only.
+        again: the context of `dispatching_again`, if the rows were computed in it.
+        Raises ValueError if the rows do not belong to this dispatch: another number, width, dtype or device,
+        or the handle of another exchange. Every rank raises; over NCCL only at the first combine.
         """
         if not torch.compiler.is_compiling():
             self.check_rows(rows_RD, handle, addend)
         return autograd.combine(rows_RD, handle, addend, weighted, again=again)
 
     def begin_combine(self, rows_RD: Tensor, handle: Handle, *, weighted: bool = False) -> BegunCombine:
-        """Start a combine; its `finish(addend)` gives what `combine` gives. Not inside a compiled graph."""
+        """Start a combine; `finish(addend)` returns what `combine` returns. Not inside a compiled graph."""
         self.check_rows(rows_RD, handle)
         return BegunCombine(rows_RD, handle, weighted)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Exchange:
-        """Itself: copies of a model move their rows through one exchange, as its layers' calls do."""
+        """Return itself: copies of a model move their rows through the exchange of the original."""
         return self
 
     def __reduce_ex__(self, protocol: object) -> str:
-        """Refuses pickle, which asks here."""
+        """Refuse pickle, which calls this."""
         raise TypeError(NOT_PICKLED)
 
     def check(self, *, synchronize: bool = False) -> None:
-        """Raise where a call has failed on the device, whose results are wrong: over `nvlink`,
-        `imbrex.kernels.exchange.failures.ExchangeError`; over NCCL `RankLostError`. The next call,
-        `sync_gradients` and the step of an optimizer do it by themselves; a loop that replays a CUDA graph
-        asks, or goes on with NaN.
+        """Raise if a call has failed on the device, so that its results are wrong. Over `nvlink` the error is
+        `imbrex.kernels.exchange.failures.ExchangeError`, over NCCL `RankLostError`. The next call,
+        `sync_gradients` and an optimizer's step check by themselves. A loop that replays a CUDA graph must
+        call this, or it goes on with NaN.
 
-        synchronize: wait for the device first; else calls that have not ended are not known to have failed.
+        synchronize: wait for the device first; otherwise a call still running is not known to have failed.
         """
         self.dispatcher.check(synchronize=synchronize)
         refuse_lost(self.group)
@@ -369,8 +369,8 @@ class Exchange:
     def check_rows(
         self, rows_RD: Tensor, handle: Handle, addend: Tensor | None = None, *, together: bool = True
     ) -> None:
-        """Raise ValueError where `combine` cannot sum these rows; on every rank if `together`, but for bytes
-        over NCCL, where ranks tell each other at the first combine only."""
+        """Raise ValueError if `combine` cannot sum these rows; on every rank if `together`. Over NCCL ranks
+        tell each other only at the first combine."""
         problem = self._why_not_rows(rows_RD, handle, addend)
         together = together and not handle.promised
         if together and not (rows_RD.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -394,8 +394,8 @@ class Exchange:
         return None if addend is None else _why_not_addend(addend, rows_RD, handle.num_tokens, maker)
 
     def close(self) -> None:
-        """Forget what was begun and, with the last exchange that shares a transport, free what that holds.
-        The exchange cannot be used afterwards. Asks no other rank."""
+        """Drop unfinished calls. The last exchange that shares a transport also frees what the transport
+        holds. The exchange cannot be used afterwards. Asks no other rank."""
         for dispatcher in self.dispatcher.family:
             dispatcher.close()
 
@@ -404,15 +404,15 @@ class BegunDispatch:
     """A dispatch under way."""
 
     def __init__(self, dispatcher: Dispatcher, x_TD: Tensor, routing: Routing) -> None:
-        self._given = x_TD, routing.weights_TK, routing.ids_TK, dispatcher.key
+        self._inputs = x_TD, routing.weights_TK, routing.ids_TK, dispatcher.key
         with torch.no_grad():
             (plan,) = dispatcher.agree([(x_TD, routing)])
             self._begun = Begun(dispatcher.dispatch(plan, x_TD, routing.weights_TK))
 
     def finish(self) -> Dispatched:
-        """Wait for the rows; once."""
-        x_TD, *_, key = self._given
-        rows_RD, weights_R, counts_e, state, _ = autograd.dispatch(*self._given, self._begun)
+        """Wait for the rows. Call it once."""
+        x_TD, *_, key = self._inputs
+        rows_RD, weights_R, counts_e, state, _ = autograd.dispatch(*self._inputs, self._begun)
         handle = Handle(weights_R=weights_R, state=tuple(state), num_tokens=x_TD.shape[0], maker=key)
         return Dispatched(rows_RD=rows_RD, counts_e=counts_e, handle=handle)
 
@@ -429,8 +429,8 @@ class BegunCombine:
             self._begun = Begun(self._dispatcher.combine(*inputs, lambda: self._addend_TD))
 
     def finish(self, addend: Tensor | None = None) -> Tensor:
-        """Wait for the partial sums and add them, and `addend`; once. Raises ValueError, on this rank alone,
-        where the addend does not fit; another may be given then."""
+        """Wait for the partial sums, and add them and `addend`. Call it once. Raises ValueError, on this rank
+        alone, if the addend does not fit; you may then call it with another."""
         if addend is not None:
             problem = _why_not_addend(addend, self._rows_RD, self._handle.num_tokens, self._dispatcher)
             if problem is not None:
@@ -440,7 +440,7 @@ class BegunCombine:
 
 
 def _why_not_addend(addend: Tensor, rows_RD: Tensor, tokens: int, maker: Dispatcher) -> str | None:
-    """Why a combine of these rows cannot add it, or `None`."""
+    """Why a combine of these rows cannot add this addend, or `None`."""
     expected = [tokens, rows_RD.shape[1]]
     if list(addend.shape) != expected:
         return f"the addend is {list(addend.shape)}; give a row for every token, {expected}"
@@ -458,9 +458,8 @@ def _may_choose_again(group: dist.ProcessGroup) -> bool:
 def dispatcher_of(
     backend: Backend, geometry: Geometry, wire: Wire, observer: Observer, layer: int
 ) -> Dispatcher:
-    """The dispatcher over a backend: of kernels over `Nvlink`, of bytes over a `Transport`, of both over
-    `Tiers`. This is the one place that asks which it is. Raises ValueError where the backend cannot serve the
-    exchange."""
+    """The dispatcher for a backend: kernels for `Nvlink`, bytes for a `Transport`, both for `Tiers`. This is
+    the one place that asks which it is. Raises ValueError if the backend cannot serve the exchange."""
     if isinstance(backend, Nvlink):
         reason = why_not_nvlink(geometry, wire)
         if reason is not None:

@@ -1,17 +1,17 @@
-"""The dispatcher of kernels over NVLink, without a host synchronisation but where it spares much memory.
+"""The dispatcher of NVLink kernels. The host waits for the GPU only where that saves much memory.
 
-Dispatch routes on the device and pulls tokens straight into expert-major rows; combine sums a token's rows on
-each rank, and the sums at home. The gradient of combine pulls dy over the same routing, that of dispatch is a
-combine of dx, with which the gate weights' gradients go home, four bytes a choice.
-Rows have the worst-case size, or exactly that of large batches whose rows a backward keeps (`_exact`); how
-many there are stands in `counts_e`, and nothing reads past them.
+Dispatch routes on the device and pulls tokens straight into expert-major rows. Combine sums a token's rows on
+each rank, and these sums at home. The gradient of combine pulls dy over the same routing. The gradient of
+dispatch is a combine of dx; the gradients of the gate weights go home with it, four bytes a choice.
+Rows have the worst-case size. In large batches whose rows a backward keeps, they have the exact one
+(`counts_first`). `counts_e` says how many rows there are, and nothing reads past them.
 
-A move is the whole call of a kernel, so that nothing is left to write, and little to read. Serially it runs
-in the caller's stream; beside experts, on a stream of its own, one for all layers of a transport: of the
-kernels that wait for peers a GPU has one at a time.
+A move is one whole kernel call: nothing is written before it, and little is read after it. Serially it runs
+in the caller's stream. Beside experts it runs in a stream of its own, one for all layers of a transport,
+because a GPU runs one kernel at a time that waits for peers.
 
 The kernels choose replicas in equal parts or by the loads of the batch. Any other split is computed on the
-host, after one synchronisation, and the kernels are told slots for experts (`nvlink_fit.kernel_placement`).
+host, after one synchronisation, and the kernels get slots as experts (`nvlink_fit.kernel_placement`).
 """
 
 from __future__ import annotations
@@ -62,20 +62,21 @@ from imbrex.transport.collective import Done
 from imbrex.transport.nvlink import Nvlink, Size
 
 FEW_TOKENS = 256
-"""Most tokens of a rank for which one kernel routes and moves: of 128 tokens in 43 us, against 59 in two
-kernels; of 512 in 110, like two (4 H200, rows of 7168 values, K=8)."""
+"""The most tokens of a rank for which one kernel both routes and moves. It takes 43 us for 128 tokens, where
+two kernels take 59; for 512 tokens 110, like two (4 H200, rows of 7168 values, K=8)."""
 SPARED = 200 << 20
-"""Bytes of rows for which the host waits to hear how many there are, where a backward keeps them. Steps of
-whole models on two H200 take as long then, within 1 %, with 9 to 26 % less memory; of half as many bytes a
-rank's host, which no longer runs ahead, makes them 10 % longer (Qwen3, 4096 tokens; benchmarks/models.py)."""
+"""Bytes of rows kept for a backward from which on the host waits to hear how many rows there are. Steps of
+whole models on two H200 then take as long, within 1 %, with 9 to 26 % less memory. At half as many bytes they
+take 10 % longer, because the host no longer runs ahead (Qwen3, 4096 tokens; benchmarks/models.py)."""
 NOTES = 1 << 32
+"""The number of values of the word by which ranks compare their calls."""
 _WIRES = {"fp8": "fp8"}
 """How sums cross, by the name of a codec; else as bfloat16."""
 
 
 class FewRows(NamedTuple):
-    """Rows of a small dispatch, which writes what the experts take besides, too. expected: rows of a rank in
-    the mean."""
+    """The rows of a small dispatch, and what its kernel writes for the experts beside them. expected: rows of
+    a rank in the mean."""
 
     rows_RD: Tensor
     groups: RowGroups
@@ -84,8 +85,8 @@ class FewRows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """The choices of one dispatch. max_tokens: of the rank with the most. backward: whether one keeps the
-    rows; both are the same on every rank."""
+    """The choices of one dispatch. max_tokens: those of the rank with the most. backward: whether a backward
+    keeps the rows. Both are the same on every rank."""
 
     ids_TK: Tensor
     max_tokens: int
@@ -97,10 +98,10 @@ class Part:
 
 
 class NvlinkDispatcher(WiredDispatcher):
-    """Rows by kernels that write and read the peers' memory. Tokens are bfloat16.
+    """Moves rows by kernels that read and write the peers' memory. Tokens are bfloat16.
 
-    sms, sms_home: multiprocessors of its moves, and of those of the gradients of tokens. start: begins a
-    move beside the caller; `None`: the caller's stream does.
+    sms, sms_home: multiprocessors for its moves, and for those that take the tokens' gradients home. start:
+    begins a move in a stream beside the caller's; `None`: moves run in the caller's stream.
     """
 
     dtypes: Sequence[torch.dtype] = (DTYPE,)
@@ -125,9 +126,8 @@ class NvlinkDispatcher(WiredDispatcher):
         self.transport.leave(self)
 
     def beside(self, chunks: int, *, in_turn: bool = False) -> NvlinkDispatcher:
-        """The dispatcher of crossings on few multiprocessors and a stream beside the caller's. Of one chunk
-        only the last move has
-        something beside it: the gradients of weights."""
+        """A dispatcher that moves rows in a stream beside the caller's, on few multiprocessors. With one
+        chunk only the last move has something beside it, the gradients of weights; others keep theirs."""
         other = copy.copy(self)
         other.start, other.sms_home = self.transport.line.start, self.transport.sms_beside
         other.sms = self.transport.sms if chunks == 1 else self.transport.sms_beside
@@ -193,12 +193,12 @@ class NvlinkDispatcher(WiredDispatcher):
         return [self._meet(x_TD, routing) for x_TD, routing in parts]
 
     def _meet(self, x_TD: Tensor, routing: Routing) -> Part:
-        """The part as all ranks know it. ValueError on every rank where one rank's input is wrong."""
+        """Tell all ranks of this part and hear of theirs. ValueError on all where one's input is wrong."""
         problem = self._why_not_input(x_TD, routing)
         self.calls += 1
         note = self.calls + 0x9E3779B1 * self.number + 0x85EBCA6B * self.layer + self.where
         note = (note + 0xC2B2AE35 * self.fuses) % NOTES
-        # Of the largest the second bit is that of the rank with the most tokens.
+        # The largest value has the `requires_grad` bit of the rank with the most tokens.
         value = x_TD.shape[0] << 2 | x_TD.requires_grad << 1 | self.promise
         self.promise = False
         values_W, wrong = self.transport.agree_on_call(value, fine=problem is None, note=note)
@@ -217,7 +217,7 @@ class NvlinkDispatcher(WiredDispatcher):
         return Part(ids_TK=routing.ids_TK, max_tokens=largest >> 2, backward=bool(largest & 2))
 
     def agree_on_rows(self, problem: str | None, dtype: torch.dtype) -> None:
-        """Compare a word on the hosts' board, which asks no GPU. Rows have one dtype here."""
+        """Compare a word on the hosts' board; no GPU is asked. Rows have one dtype here."""
         _, wrong = self.transport.agree_on_call(0, fine=problem is None, note=self.calls % NOTES)
         if wrong is not None:
             raise_together(self.transport, "combine", problem)
@@ -240,8 +240,8 @@ class NvlinkDispatcher(WiredDispatcher):
     def dispatch(
         self, plan: Part, x_TD: Tensor, weights_TK: Tensor, form: RowForm = RowForm.ROWS
     ) -> Crossing[Arrived]:
-        def read(sent: tuple[Any, Routed]) -> Arrived:
-            arrived, routed = sent
+        def read(result: tuple[Any, Routed]) -> Arrived:
+            arrived, routed = result
             assert routed.words_TC is not None
             groups, beside, expected, staged = None, None, 0, None
             if isinstance(arrived, FewRows):
@@ -267,7 +267,8 @@ class NvlinkDispatcher(WiredDispatcher):
         return Crossing(partial(_at_once if self.start is None else self.start, work), read)
 
     def _send(self, part: Part, x_TD: Tensor, weights_TK: Tensor, form: RowForm) -> tuple[Any, Routed]:
-        """Rows, or what `dispatch` reads as rows, and where they stand. Few tokens are never `UNDER_WAY`."""
+        """Run the kernels of a dispatch: the rows, for `read` of `dispatch` to take apart, and their routing.
+        Rows of small batches are never `UNDER_WAY`."""
         kernels = self.transport.exchange_for(
             self.size, self.placed.placement, part.max_tokens, self.observer
         )
@@ -300,7 +301,7 @@ class NvlinkDispatcher(WiredDispatcher):
     def _send_exactly(
         self, kernels: NvlinkExchange, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
     ) -> tuple[Tensor, Routed]:
-        """Moves as many rows as there are: the host hears the number before."""
+        """Move exactly as many rows as there are; the host hears their number first."""
         with self.observer.span("plan", layer=self.layer):
             routed = kernels.route(ids_TK, weights_TK, **self.choosing)
         with self.observer.span("dispatch", layer=self.layer):
@@ -314,8 +315,8 @@ class NvlinkDispatcher(WiredDispatcher):
     def _stage(
         self, kernels: NvlinkExchange, inputs: tuple[Tensor, Tensor, Tensor], worst: int
     ) -> tuple[Staged, Routed]:
-        """Rows under way. Only where `exact_rows` asks for it the host waits to hear how many there are; else
-        there is room for `worst`."""
+        """Make tokens ready for the kernel that brings rows. The host waits to hear how many rows there are
+        only if `exact_rows` asks for that; else there is room for `worst`."""
         (x_TD, *_), stage = inputs, self.sms.stage
         how = partial(kernels.stage, *inputs, stage, quantise=self._writes_fp8, **self.choosing)
         if not self.transport.exact_rows or self.transport.capturing:
@@ -325,7 +326,7 @@ class NvlinkDispatcher(WiredDispatcher):
         return replace(staged, rows=x_TD.new_empty(self._count_rows(routed), x_TD.shape[1])), routed
 
     def counts_first(self, part: Part, worst: int) -> bool:
-        """Whether the host asks how many rows there are, for whom it has else room for `worst`."""
+        """Whether the host waits to hear how many rows there are; else there is room for `worst`."""
         exact = self.transport.exact_rows
         if exact is None:
             room = worst * (self.world_size - 1) // self.world_size * self.size.row_bytes
@@ -333,13 +334,13 @@ class NvlinkDispatcher(WiredDispatcher):
         return exact and not self.transport.capturing
 
     def _count_rows(self, routed: Routed) -> int:
-        """Rows that there are."""
+        """The number of rows, as the GPU counted them."""
         self.observer.count("host_syncs", 1, layer=self.layer)
         # host sync: asked for by `exact_rows`, or for the sake of memory
         return int(routed.totals_L4[0, 0])
 
     def _move_out(self, x_TD: Tensor, routed: Routed, num_rows: int, codec: Codec) -> Tensor:
-        """Expert-major rows [num_rows, D] of tokens."""
+        """Move tokens along a routing that is known: expert-major rows [num_rows, D]."""
         kernels = self._kernels(routed)
         if not is_coded(codec):
             rows_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
@@ -358,7 +359,7 @@ class NvlinkDispatcher(WiredDispatcher):
         return expand(coded_1MB, x_TD, routed, self.geometry.rank, num_rows, load=self.transport.load)
 
     def _choices(self, ids_TK: Tensor) -> Tensor:
-        """Experts; slots, which the kernels' placement then has in experts' place, where the host splits."""
+        """The choices as the kernels take them: experts, or slots in their place if the host splits."""
         if not self.placed.by_slot:
             return ids_TK.contiguous()
         geometry = self.geometry
@@ -394,23 +395,21 @@ class NvlinkDispatcher(WiredDispatcher):
                 self._sum(rows_RD, state, y_TD, codec, **more)
             return y_TD
 
-        if self.start is None:  # what is added may not be there before it is read
+        if self.start is None:  # the addend may not be there before `read`
             return Crossing(nothing_to_move, lambda _: work())
         return self._crossing(work, _as_it_is)
 
-    def why_not_sums(self, most: int) -> str | None:
-        """Why sums do not go home beside the experts' last product, or `None`, by what all ranks know.
-
-        most: tokens of a rank that the kernels have room for.
-        """
+    def why_not_sums(self, tokens: int) -> str | None:
+        """Why sums do not go home beside the experts' last product, or `None`: the same on every rank.
+        tokens: those of a rank for which the kernels have room."""
         if is_coded(self.wire.combine):
             return "sums cross as fp8"
         geometry = self.geometry
-        return why_not_sums(most, geometry.hidden_size, self.inner, geometry.top_k, self.world_size)
+        return why_not_sums(tokens, geometry.hidden_size, self.inner, geometry.top_k, self.world_size)
 
     def _pieces(self, routed: Routed) -> tuple[int, int, int] | None:
-        """Pieces of a fused forward's sums: the same on all ranks, also on one that sums after its product,
-        whose experts leave nothing because a hook reads the result."""
+        """The pieces in which a fused forward sums, the same on all ranks. A rank whose experts leave no
+        product, because a hook reads the result, sums in them after the product."""
         if self.why_not_sums(routed.max_tokens) is not None:
             return None
         return pieces_of(cut_of(self.geometry.hidden_size))
@@ -425,8 +424,8 @@ class NvlinkDispatcher(WiredDispatcher):
         addend: Addend | None,
         out_TD: Tensor,
     ) -> Crossing[Tensor]:
-        """`combine` and, in the same launch, the product that makes `rows_RD`, where experts left it.
-        The same bits. In the caller's stream, so with nothing of the transport under way in another one."""
+        """`combine` and, in the same launch, the product that makes `rows_RD`, if the experts have left it in
+        `left`: the same bits. In the caller's stream, so no move may be under way in another one."""
         routed = self.read_state(state)
         is_single = len(left) == 1 and isinstance(left[0], LeftProduct) and not left[0].is_empty
         in_parts = is_single and self._pieces(routed) is not None
@@ -453,14 +452,14 @@ class NvlinkDispatcher(WiredDispatcher):
         def work() -> Tensor:
             with self.observer.span("combine_backward", layer=self.layer):
                 inputs = d_y_TD.contiguous(), self.read_state(state), weights_R.shape[0]
-                if self.fuses and is_coded(self.wire.combine_backward):  # peers may have theirs beside
+                if self.fuses and is_coded(self.wire.combine_backward):  # peers may bring theirs
                     return bring_rows(self._stage_again(*inputs), self.sms.stage, load=self.transport.load)
                 return self._move_out(*inputs, self.wire.combine_backward)
 
         return self._crossing(work, lambda d_y_RD: self._weigh(d_y_RD, rows_RD, weights_R, state))
 
     def why_not_dy_beside(self) -> str | None:
-        """Why `combine_backward_beside` moves rows before their product, or `None`."""
+        """Why `combine_backward_beside` moves rows before their product starts, or `None`."""
         if not self.fuses:
             return "nothing was fused in the forward"
         if self.roles.dy == 0:
@@ -470,8 +469,8 @@ class NvlinkDispatcher(WiredDispatcher):
     def combine_backward_beside(
         self, d_y_TD: Tensor, weights_R: Tensor, state: Sequence[Tensor]
     ) -> Crossing[tuple[Tensor, Staged | None]]:
-        """Gradients of rows that were weighted before, under way for a kernel that brings them beside its
-        product. Where `why_not_dy_beside` says why, they are there."""
+        """Gradients of rows that were weighted before, and the `Staged` by which the kernel of their product
+        brings them: `None` if they are there already, for the reason that `why_not_dy_beside` gives."""
         rows = weights_R.shape[0]
         if self.why_not_dy_beside() is not None or not rows:
             return super().combine_backward_beside(d_y_TD, weights_R, state)
@@ -484,7 +483,7 @@ class NvlinkDispatcher(WiredDispatcher):
         return Crossing(partial(_at_once, work), _as_it_is)
 
     def _stage_again(self, d_y_TD: Tensor, routed: Routed, rows: int) -> Staged:
-        """dy where peers find it, for a kernel that brings it to as many rows."""
+        """Put dy where peers can read it, for a kernel that brings it to this many rows."""
         out, coded = d_y_TD.new_empty(rows, d_y_TD.shape[1]), is_coded(self.wire.combine_backward)
         tokens = d_y_TD, routed, self.sms.stage
         return self._kernels(routed).stage_again(*tokens, out=out, quantise=coded)
@@ -518,10 +517,11 @@ class NvlinkDispatcher(WiredDispatcher):
         num_tokens: int,
         out: tuple[Tensor, Tensor],
     ) -> Crossing[tuple[Tensor, Tensor]]:
-        """`dispatch_backward` and, in the same launch, the weights' gradients that the experts have left to
-        `left`, which has them then: the same bits. Where `why_not_home` says why, it leaves them.
+        """`dispatch_backward` and, in the same launch, the weights' gradients that the experts have left in
+        `left`, which then holds the results. The bits are the same. If `why_not_home` gives a reason, `left`
+        stays as it is.
 
-        In the caller's stream, so with nothing of the transport under way in another one.
+        Runs in the caller's stream, so no move of the transport may be under way in another one.
         """
         products = left.take()
         gradients: list[Any] = [gradient for _, gradient in products]
@@ -552,7 +552,7 @@ class NvlinkDispatcher(WiredDispatcher):
     def _weigh(
         self, d_y_RD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of the rows and of their weights. Without rows these were weighted before."""
+        """Gradients of the rows and of their weights. rows_RD: `None` if they were weighted before."""
         if rows_RD is None:
             return d_y_RD, weights_R.new_empty(0)
         with self.observer.span("combine_backward", layer=self.layer):
@@ -575,8 +575,8 @@ class NvlinkDispatcher(WiredDispatcher):
         values: tuple[Tensor, Tensor] | None = None,
         pieces: tuple[int, int, int] | None = None,
     ) -> None:
-        """Sums the rows of a token, and what is added, into `out_TD`, contiguous; the `values` of its rows go
-        home with a gradient."""
+        """Sum the rows of every token, and the addend, into `out_TD`, which is contiguous. values: numbers of
+        rows that go home with a gradient, and where to."""
         routed, sms = self.read_state(state), self.sms if values is None else self.sms_home
         self._kernels(routed).combine(
             rows_RD.contiguous(),

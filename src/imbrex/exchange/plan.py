@@ -40,7 +40,7 @@ def count_pairs(ids_TK: Tensor, num_bins: int) -> Tensor:
 
 
 def order_within(ids_N: Tensor, num_bins: int) -> Tensor:
-    """For every entry, how many entries before it hold the same id: [1, 0, 1, 1] gives [0, 0, 1, 2]."""
+    """The number of earlier entries with the same id, for every entry: [1, 0, 1, 1] gives [0, 0, 1, 2]."""
     keys = torch.where(ids_N < 0, num_bins, ids_N)
     order = torch.argsort(keys, stable=True)
     starts = torch.searchsorted(keys[order], torch.arange(num_bins + 1, device=ids_N.device))

@@ -1,4 +1,5 @@
-"""Between the pool, where a token stands once, and the expert-major rows, where it stands once per expert."""
+"""Copies from the pool, where a token stands once, to expert-major rows, one for each of its experts; and
+sums on the way back."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ from imbrex.runtime.tracing import asked_once
 ARCH = "sm_90a"
 LEAST_CAPABILITY = (8, 0)
 DEPENDENT_CAPABILITY = 90
-"""From which on a kernel may begin before the one before it has ended."""
+"""The first compute capability on which a kernel may begin before the previous one has ended."""
 PORTABLE = frozenset(
     {"ffn/glue.cu", "gate/choose.cu", "gate/losses.cu", "gemm/portable.cu", "rows/choices.cu"}
 )
@@ -379,7 +379,8 @@ class Kernel:
         _latest[self.device, stream] = self.variant
 
     def _start_again(self, code: Any, queue: Callable[[int, int, int], Any], stream: int, args: int) -> None:
-        """Once more where the driver said `code` because this thread is new to CUDA; else KernelError."""
+        """Queue it once more if the driver said `code` because this thread is new to CUDA; else
+        KernelError."""
         if code == cuda_binding("driver").CUresult.CUDA_ERROR_INVALID_CONTEXT:
             enter_context(self.device)
             code = queue(stream, args, 0)[0]

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 
 PAUSE_CYCLES = 1_000_000
-"""About half a millisecond: the host queues the work while the GPU waits, so launches do not count."""
+"""A pause of about half a millisecond: the host queues the work while the GPU waits, so launches do not
+count."""
 
 
 def device_microseconds(

@@ -43,7 +43,7 @@ def make(strategy: str | Strategy | Scheduler) -> Strategy:
     """A strategy by name, or the object itself. `events(tau=0.05, epsilon=1)` has patience. `optsche-4` is
     the scheduler `optsche` with 4 chunks; without a number, 2, as a scheduler's function has.
     Raises ValueError that lists the names known, or says what an object lacks."""
-    if callable(strategy) and not isinstance(strategy, type) and not hasattr(strategy, "run"):
+    if callable(strategy) and not isinstance(strategy, type | Strategy):
         return Pipelined(strategy)
     if not isinstance(strategy, str):
         return checks.piece("schedule", cast("Strategy", strategy))

@@ -218,8 +218,8 @@ class Backward:
         c.deferral = None
 
     def _add(self, grads: Sequence[Tensor | None]) -> None:
-        """Not in place: autograd may give one tensor to two parameters, or `d_out` itself. Those of grouped
-        products, the large ones, are summed in place by `weights`."""
+        """Add gradients, but not in place: autograd may give one tensor to two parameters, or `d_out` itself.
+        `weights` sums those of grouped products, the large ones, in place."""
         for place, grad in enumerate(grads):
             before = self.with_rows[place]
             if grad is not None:

@@ -1,10 +1,10 @@
-"""Tokens in chunks: the moves of one chunk under way while another is computed."""
+"""Tokens in chunks: one chunk moves while another is computed."""
 
 from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,12 @@ from imbrex.schedule.schedulers import Scheduler
 from imbrex.schedule.tasks import Kind, Order, Times, check, tasks
 
 Split = Callable[[int, int, int, int], Sequence[int]]
-"""Tokens of every chunk, from the tokens of a rank, the degree, the rank and the number of ranks."""
+"""The tokens of every chunk, given a rank's tokens, the number of chunks, the rank and the number of
+ranks."""
 
 
 def split_evenly(num_tokens: int, degree: int, rank: int, num_ranks: int) -> list[int]:
-    """Splits as evenly as it goes: 5 tokens in 3 chunks are 2, 2 and 1. A chunk may have none."""
+    """Splits as evenly as possible: 5 tokens in 3 chunks are 2, 2 and 1. A chunk may have none."""
     small, extra = divmod(num_tokens, degree)
     return [small + (chunk < extra) for chunk in range(degree)]
 
@@ -40,7 +41,7 @@ def split_by_source(num_tokens: int, degree: int, rank: int, num_ranks: int) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Orders:
-    """The order to run: the same on all ranks."""
+    """The orders of the forward and the backward, the same on all ranks."""
 
     forward: Order
     backward: Order
@@ -51,30 +52,31 @@ class Orders:
 
     @property
     def defer(self) -> bool:
-        """Whether the weights' gradients are tasks of their own; else `experts` computes them."""
+        """Whether the weights' gradients are tasks of their own; else the tasks `experts` compute them."""
         return any(task.kind == Kind.weights for task in self.backward.compute)
 
 
 MOST_CHUNKS = 256
-"""Orders of so many take 0.8 s to make and check, and of four times as many 14 s."""
+"""The most chunks. Orders of as many take 0.8 s to make and check, and of four times as many 14 s."""
 
 
 class Pipelined:
-    """Runs chunks of tokens in the order of a scheduler, forward and backward; the numbers of `serial`.
+    """Runs chunks of tokens in the order of a scheduler, forward and backward. Results are those of `serial`.
 
-    scheduler: a name in `imbrex.overlap.SCHEDULERS` or a function from times to an `Order`. degree: chunks.
-    split: how many tokens every chunk has. times: seconds of the tasks forward and backward, as a profile
-        gives them; without, all tasks count alike. The backward's have `Kind.weights`, the gradients of the
-        weights; an order without them computes these with the experts.
+    scheduler: a name in `imbrex.overlap.SCHEDULERS`, or a function from times to an `Order`.
+    degree: the number of chunks. split: gives the number of tokens of every chunk.
+    times: seconds of the forward's and of the backward's tasks, as a profile measures them; by default all
+        tasks take equally long. The backward also has `Kind.weights`, the gradients of the weights; if an
+        order leaves these tasks out, they are computed with the experts.
 
     Ranks compare their orders before the first exchange. Inside a compiled graph the layer runs serially.
-    Gradients of gradients are not there.
+    There are no gradients of gradients.
     """
 
     fuses = False
-    """Whether kernels move and compute in one; see `imbrex.overlap.fused`."""
+    """Whether one kernel both moves and computes; see `imbrex.overlap.fused`."""
     roles: Roles | None = None
-    """How they do; `None`: as was tuned for the exchange."""
+    """Blocks of these kernels; `None`: as tuned for the exchange."""
 
     def __init__(
         self,
@@ -97,7 +99,7 @@ class Pipelined:
         self._orders: Orders | None = None
 
     def orders(self) -> Orders:
-        """The orders that run, made once. Raises ValueError where the scheduler's cannot run."""
+        """The orders to run, made once. Raises ValueError if the scheduler's cannot run."""
         if self._orders is None:
             forward, backward = self.times or (
                 dict.fromkeys(tasks(self.degree, weights=weights), 1.0) for weights in (False, True)
@@ -109,7 +111,7 @@ class Pipelined:
         return self._orders
 
     def _ask(self, times: Times) -> Order:
-        """The scheduler's order. Raises ValueError where there is none, which `_agree` tells the others."""
+        """The scheduler's order. Raises ValueError if it gives none; `_agree` tells the other ranks."""
         try:
             order = self.scheduler(times)
         except ValueError:
@@ -133,9 +135,9 @@ class Pipelined:
     ) -> Output:
         if torch.compiler.is_compiling():
             return Serial().run(x_TD, routing, exchange, experts, addend)
-        # The message of a layer that runs serially, so that one rank's wrong input is heard by all; or the
-        # plan's own, but for the call in which orders are compared before it.
-        if not self.fuses:  # one chunk, whose own message says it
+        # One rank's wrong input must be heard by all. The plan's own message says so, except in the call that
+        # compares orders first.
+        if not self.fuses:  # one chunk says it in its own message
             before = self.degree if exchange in self._agreed else 0
             exchange.dispatcher.check_in(x_TD, routing, before=before)
         orders, geometry = self._agree(exchange), exchange.geometry
@@ -149,13 +151,13 @@ class Pipelined:
         inputs = exchange, experts, x_TD, routing, None, self.roles if self.fuses else sizes
         with torch.no_grad():
             work = Forward(*inputs, keep=keep, defer=defer)
-        # Behind the plan, which rows may leave with, and in which all ranks have heard that all are fine.
+        # After the plan: with it all ranks have heard that all inputs are fine, and rows may have left.
         added = None if addend is None else addend()
         return Output(y_TD=_Run.apply((work, orders), x_TD, routing.weights_TK, added, *parameters))
 
     def _agree(self, exchange: RowExchange) -> Orders:
-        """The orders, compared once an exchange: ranks that start their moves in other orders would wait for
-        each other forever."""
+        """The orders, compared with all ranks once per exchange: ranks that start their moves in different
+        orders would wait for each other forever."""
         if exchange in self._agreed:
             return self.orders()
         problem, orders = None, None
@@ -163,19 +165,18 @@ class Pipelined:
             orders = self.orders()
         except ValueError as error:
             problem = error
-        print_of = (
-            0 if orders is None else zlib.crc32(repr((orders.forward.moves, orders.backward.moves)).encode())
-        )
-        message = words(problem is not None, self.degree, print_of)
+        moves = None if orders is None else (orders.forward.moves, orders.backward.moves)
+        checksum = zlib.crc32(repr(moves).encode())
+        message = words(problem is not None, self.degree, checksum)
         gathered = exchange.transport.exchange_counts(message)
         if problem is not None:
             raise problem
-        for rank, (wrong, degree, theirs) in enumerate(gathered.tolist()):
+        for rank, (wrong, degree, other) in enumerate(gathered.tolist()):
             if wrong:
                 raise ValueError(
                     f"schedule: rank {rank} has an order that cannot run; its own error says why"
                 )
-            if (degree, theirs) != (self.degree, print_of):
+            if (degree, other) != (self.degree, checksum):
                 raise ValueError(
                     f"schedule: rank {rank} moves {degree} chunks in another order than this rank its "
                     f"{self.degree}; give every rank the same schedule, made from the same times"
@@ -186,7 +187,7 @@ class Pipelined:
 
 
 def find(scheduler: str | Scheduler) -> Scheduler:
-    """A scheduler by name, or the function itself. Raises ValueError that lists the names known."""
+    """A scheduler by name, or the function itself. Raises ValueError that lists the known names."""
     if not isinstance(scheduler, str):
         return scheduler
     if scheduler not in schedulers.SCHEDULERS:
@@ -196,9 +197,8 @@ def find(scheduler: str | Scheduler) -> Scheduler:
 
 
 def parameters_of(experts: Experts) -> list[Tensor]:
-    """The trained tensors of the experts: `experts.parameters()`, where it has that."""
-    every: Callable[[], Iterable[Tensor]] | None = getattr(experts, "parameters", None)
-    return [] if every is None else [p for p in every() if p.requires_grad]
+    """The parameters of the experts that are trained."""
+    return [parameter for parameter in experts.parameters() if parameter.requires_grad]
 
 
 class _Run(torch.autograd.Function):

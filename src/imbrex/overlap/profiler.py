@@ -24,13 +24,13 @@ from imbrex.schedule.profile import Profile
 from imbrex.schedule.tasks import Kind
 
 PAUSE_CYCLES = 20_000_000
-"""About ten milliseconds: more than a slow host takes to queue a forward, or a backward."""
+"""A pause of about ten milliseconds: more than a slow host takes to queue a forward, or a backward."""
 TASK_REPEATS = 3
 """Repeats of single tasks: whole runs correct what they miss."""
 
 Name = TypeVar("Name")
 Seconds = dict[tuple[bool, str], float]
-"""By (backward, name), of one run on this rank."""
+"""Seconds of one run on this rank, by (backward, name)."""
 
 
 def measure(

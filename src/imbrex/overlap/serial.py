@@ -1,4 +1,4 @@
-"""One step after the other: the reference for every other strategy."""
+"""One step after the other: the default strategy, and the reference for all others."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from imbrex.observe import bracket_backward
 
 
 class Serial:
-    """Runs one step after the other: dispatch, experts, what is added (the shared experts), combine.
+    """Runs one step after the other: dispatch, experts, the addend (shared experts), combine.
 
-    keep_rows: keep what the experts received for their backward, or dispatch it again there. Inside a
-        compiled graph they are kept.
+    keep_rows: whether the rows that the experts received are kept for their backward. If not, the backward
+        dispatches them again. A compiled graph always keeps them.
     """
 
     name = "serial"
@@ -57,7 +57,7 @@ class Serial:
             added = None if addend is None else addend()
         weighted = experts.applies_weights
         if weighted and not compiling:
-            # A combine gives a gradient of rows that it has moved for them alone.
+            # The gradient that combine gives them is a tensor of their own: they may write over it.
             give_away(experts, rows_RD)
         return Output(
             y_TD=exchange.combine(rows_RD, dispatched.handle, added, weighted=weighted, again=again)
@@ -65,7 +65,7 @@ class Serial:
 
 
 def _watched(dispatched: Dispatched, experts: Experts, observer: Listener, layer: int) -> Tensor:
-    """The experts' rows, whose backward is a span too."""
+    """The experts' rows; their backward is recorded as a span, too."""
     return bracket_backward(
         observer,
         "experts_backward",

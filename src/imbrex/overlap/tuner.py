@@ -48,8 +48,7 @@ class Tuner:
     def __init__(self, exchange: RowExchange, subject: Mapping[str, Any], *, keeps: bool, renews: bool):
         self.gather, self.subject = exchange.transport.exchange_counts, dict(subject)
         self.leads, self.keeps, self.renews = exchange.geometry.rank == 0, keeps, renews
-        group = getattr(exchange.transport, "group", None)
-        self._memory = {} if group is None else _remembered.setdefault(group, {})
+        self._memory = {} if exchange.group is None else _remembered.setdefault(exchange.group, {})
         self.tunings = Tunings()
 
     def under(self, settings: Mapping[str, Any]) -> Tuner:

@@ -110,7 +110,7 @@ class BackwardSync:
             self._paused = before
 
     def forget(self) -> None:
-        """After a backward that raised: begin anew, on every rank."""
+        """Begin anew, on every rank, after a backward that raised."""
         self._came: set[int] = set()
         self._lacks = [len(bucket.parameters) for bucket in self.buckets]
         self._waits: list[Callable[[], None]] = []

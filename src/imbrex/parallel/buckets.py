@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from imbrex.experts import Experts
 from imbrex.layer import MoELayer
 from imbrex.runtime import waits
 
@@ -202,7 +203,7 @@ def num_token_ranks(layer: MoELayer) -> int:
 
 def gradient_sums_of(layer: MoELayer) -> tuple[Tensor, Tensor] | None:
     """The tensors that take the gradients of gate_up_proj and down_proj in their place, if there are any."""
-    return getattr(layer.experts, "gradient_sums", None)
+    return layer.experts.gradient_sums if isinstance(layer.experts, Experts) else None
 
 
 def gradients_of_expert(parameter: nn.Parameter, layer: MoELayer) -> list[Tensor]:

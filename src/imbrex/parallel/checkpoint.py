@@ -234,7 +234,7 @@ def _state_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, 
 
 @contextmanager
 def _all_ranks_write() -> Iterator[None]:
-    """Inside, nobody is told that a state dict holds one rank's experts only."""
+    """A context without the warning that a state dict holds one rank's experts only."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PartialStateWarning)
         yield

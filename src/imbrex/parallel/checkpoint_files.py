@@ -225,7 +225,7 @@ def clear(directory: str | os.PathLike[str]) -> None:
 
 
 def _remove(path: Path) -> None:
-    """It loses its name at once: half removed it must not look complete."""
+    """Remove a checkpoint. It loses its name first: half removed, it must not look complete."""
     if strangers(path):
         return
     gone = path.with_name(f".{path.name.strip('.').split('.')[0]}.removing")

@@ -59,7 +59,7 @@ def find(asked: Asked) -> Finding:
 
 
 def apart(runs: Sequence[Mapping[str, Any]], name: str) -> dict[int, float]:
-    """By seed, the nats held out minus those of the same training with nothing dropped."""
+    """Differences by seed: the nats held out minus those of the same training with nothing dropped."""
     whole = {run["seed"]: run["held_out_nats"] for run in runs if run["way"] == NONE}
     return {run["seed"]: run["held_out_nats"] - whole[run["seed"]] for run in runs if run["way"] == name}
 

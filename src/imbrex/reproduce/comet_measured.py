@@ -17,7 +17,7 @@ from imbrex.reproduce.frame import Asked, Finding
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 """A folder of the repository; an installed package has none."""
 REDUCED = {"Megatron-Cutlass": 34.1, "Megatron-TE": 42.6, "FasterMoE": 44.4, "Tutel": 31.8}
-"""Per cent of a model's latency that Comet saves, in the mean, by rival: figure 9's text."""
+"""The share of a model's latency that Comet saves, in the mean, by rival, per cent: figure 9's text."""
 MODELS = {"mixtral-8x7b": "Mixtral", "qwen2-57b-a14b": "Qwen2-MoE", "phi3.5-moe": "Phi-3.5"}
 RIVALS = ("transformers-ep", "transformers-ddp", "transformers-fsdp2")
 ALONE, SERIAL, FUSED = "imbrex-experts-alone", "imbrex-serial", "imbrex-fused"
@@ -25,7 +25,7 @@ RIVALS_OVER_NCCL, FLOOR = ("nccl-a2a", "nccl-agrs-bag"), "floor"
 """NCCL's all-to-all with a row a choice, and AllGather with ReduceScatter in its best form."""
 NCCL = "the faster of both"
 SHARE = 47
-"""Per cent of a forward that communication takes on 8 H800, in the mean of models: figure 1 a's text."""
+"""The share of a forward that communication takes on 8 H800, mean of models, per cent: figure 1 a's text."""
 Cell = tuple[str, int]
 """A model and its tokens."""
 
@@ -185,7 +185,7 @@ def _ms(of: Mapping[str, float], name: str) -> str:
 
 
 def _saved(cells: Mapping[Cell, Mapping[str, float]], rival: str) -> float | None:
-    """Per cent of the rival's time, in the mean."""
+    """The saving in per cent of the rival's time, in the mean."""
     savings = [100 * (1 - of["imbrex"] / of[rival]) for of in cells.values() if rival in of]
     return statistics.mean(savings) if savings else None
 

@@ -33,7 +33,8 @@ MODELS = (
     ("Qwen 3 235B", "MXFP8", "all-to-all", 728, "1x"),
     ("Qwen 3 235B", "MXFP8", "Hybrid-EP", 800, "1.10x"),
 )
-"""Its table of models on GB200, TFLOP/s of a GPU. The row that its first one is compared with is lost."""
+"""The article's table of models on GB200, TFLOP/s of a GPU. The row that its first one is compared with is
+lost."""
 ENOUGH = 0.95
 Curves = Mapping[tuple[int, str, str], Mapping[int, float]]
 """Logical GB/s by multiprocessors, by ranks, call and layout of rows."""

@@ -36,7 +36,7 @@ EMULATED = (
 LAYERS_FOR = 6
 WORK = Work(tokens=1024, width=256, inner=256, experts=4, top_k=1, sequence=32)
 NETWORK = Network(nodes=2, ranks_per_node=2, inter="300mbit")
-"""At this rate moving takes the paper's share of a step (table 1)."""
+"""The network at whose rate moving takes the paper's share of a step (table 1)."""
 ROUNDS = 5
 
 

@@ -85,7 +85,7 @@ def queue(ids_TK: Tensor, waiting_TK: Tensor, num_experts: int, batch: GlobalBat
 def thresholds(
     ids_TK: Tensor, keys_TK: Tensor, limit: Tensor, num_experts: int, batch: GlobalBatch
 ) -> tuple[Tensor, Tensor]:
-    """Per expert the `limit`-th largest key over all ranks (0 if it has fewer) and how many keys are larger.
+    """The `limit`-th largest key of every expert over all ranks (0 if it has fewer), and how many are larger.
 
     keys_TK: int64 below 2**31 (the bits of a non-negative float32 are ordered as the float is).
     Found digit by digit from the top: a histogram of the next digit among the keys that agree so far, summed

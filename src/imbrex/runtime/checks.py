@@ -10,9 +10,9 @@ PARTS = {
     "transport": ("Backend", "name replicated device exchange_counts"),
     "transport of bytes": ("Transport", "broadcasts relays plan begin_move begin_move_back home rows_sent"),
     "schedule": ("Strategy", "name reason run"),
-    "experts": ("Experts", "applies_weights forms"),
+    "experts": ("Experts", "applies_weights forms parameters"),
 }
-"""By the argument: the protocol in `imbrex.contracts`, and what no layer can do without."""
+"""The protocol in `imbrex.contracts` for each argument, and the members that no layer can do without."""
 
 
 NOT_PICKLED = (

@@ -74,7 +74,7 @@ class Deferral:
 
 
 def added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
-    """Their sum, in `total` where both are there."""
+    """The sum of both, written to `total`; the other one if one is `None`."""
     if total is None or grad is None:
         return grad if total is None else total
     return total.add_(grad)

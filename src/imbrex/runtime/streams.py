@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 THREADS = 2
-"""So that work which waits for its rows does not hold up work whose rows are there."""
+"""Two, so that work which waits for its rows does not hold up work whose rows are there."""
 
 POLL_S = 1e-4
-"""Between two looks at a mark, in seconds."""
+"""Seconds between two looks at a mark."""
 
 
 class Lane:

@@ -245,8 +245,8 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _check_not_forked() -> None:
-    """Their threads and connections stayed with the parent: a collective would wait for ever, or break the
-    parent's."""
+    """Raise RuntimeError in a forked process: the groups' threads and connections stayed with the parent, and
+    a collective would wait for ever or break the parent's."""
     if _Inherited.group is not None and dist.is_initialized() and dist.group.WORLD is _Inherited.group:
         raise RuntimeError(
             f"this process was forked from rank {dist.get_rank()} (pid {_Inherited.pid}) after it had joined "

@@ -124,7 +124,7 @@ def _check_gradients(
     run: _Run, where: str, rows_RD: Tensor, weights_R: Tensor, counts: list[int], tolerance: float
 ) -> None:
     """Gradients of all rows at once are the sums of those of the two halves of every slot."""
-    parameters = [p for p in getattr(run.experts, "parameters", list)() if p.requires_grad]
+    parameters = [p for p in run.experts.parameters() if p.requires_grad]
     whole = _gradients(
         run,
         rows_RD,
@@ -168,10 +168,12 @@ def _check_slopes(
     step: float = 1e-2,
 ) -> None:
     """Along a random direction, a gradient is what the sum of outputs gains."""
-    named = [(n, p) for n, p in getattr(run.experts, "named_parameters", list)() if p.requires_grad]
+    named = [(f"parameter {n}", p) for n, p in enumerate(run.experts.parameters()) if p.requires_grad]
+    if isinstance(run.experts, torch.nn.Module):
+        named = [(f"`{name}`", p) for name, p in run.experts.named_parameters() if p.requires_grad]
     ones_R = torch.ones(len(rows_RD), dtype=torch.float32, device=run.device)
     gradients = _gradients(run, rows_RD, weights_R, counts, [p for _, p in named], ones_R)
-    inputs = [("the rows", rows_RD), ("the weights", weights_R), *((f"`{n}`", p) for n, p in named)]
+    inputs = [("the rows", rows_RD), ("the weights", weights_R), *named]
     with torch.no_grad():
         parts_RD = run(rows_RD, weights_R, counts).double() * _direction(rows_RD)
         noise = 3e-3 * parts_RD.norm().item()

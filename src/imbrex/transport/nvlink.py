@@ -47,7 +47,7 @@ MOST_RANKS, MOST_CHOICES, ROW_MULTIPLE = 16, 32, 16
 TOKENS_MULTIPLE = 64
 _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakValueDictionary[float, Nvlink]]
 _shared = weakref.WeakKeyDictionary()
-"""By group and time-out."""
+"""The transports that layers share, by group and time-out."""
 
 
 ON_CPUS = "the group does not communicate on GPUs; initialise it with NCCL"

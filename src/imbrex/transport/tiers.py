@@ -49,7 +49,7 @@ class _Shared:
 
 
 _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, _Shared]] = weakref.WeakKeyDictionary()
-"""By group and ranks of a node."""
+"""The tiers that layers share, by group and ranks of a node."""
 
 
 class Flight:

@@ -32,7 +32,7 @@ QUESTION = "How fast do dispatch and combine cross NVLink, and on how many SMs?"
 Part = Callable[[Rows, int], None]
 SIDE = 8192
 COPY_BYTES = 256 << 20
-"""For the limits of the machine, which every rank measures at once."""
+"""Sizes for measuring the machine's limits, which all ranks do at once."""
 PARTS: dict[str, Part] = {
     "main": main_case,
     "small": partial(small, tokens=128),

@@ -18,7 +18,7 @@ from imbrex.bench.exchange.parts import MAIN, Running
 from imbrex.bench.exchange.rows import Rows
 
 HOST_PAUSE_CYCLES = 5_000_000
-"""About 2.5 ms: longer than a host takes to queue any of these calls."""
+"""A pause of about 2.5 ms: longer than a host takes to queue any of these calls."""
 
 
 def deep_ep_calls(rows: Rows, world: int) -> None:

@@ -57,8 +57,8 @@ class Cut(NamedTuple):
 
 
 def cut_of(width: int, parts: int = MOST_PARTS) -> Cut:
-    """At most `parts` parts of two tiles or more of rows of `width` values. A slice is half of what is left,
-    rounded down: the last one's sums have nothing beside them, and one of all would have none.
+    """Cuts rows of `width` values into at most `parts` parts of two tiles or more. A slice is half of what is
+    left, rounded down: the last one's sums have nothing beside them, and one of all would have none.
 
     Example: 7168 values are 28 tiles, 7 parts of 4; 3 of them are computed first, then 2, 1 and 1.
     """

@@ -91,7 +91,7 @@ def describe_portable() -> str:
 
 @contextmanager
 def portable_products(arch: str = ARCH) -> Iterator[None]:
-    """Inside, products go through this kernel on every GPU, in every thread: to test and to measure it.
+    """A context in which products of all threads go through this kernel, on any GPU: to test and measure it.
     arch: as of `Variant`; `compute_80` takes the code of the oldest GPUs through the driver's compiler."""
     global _forced
     before, _forced = _forced, arch

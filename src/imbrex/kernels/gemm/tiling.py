@@ -55,11 +55,11 @@ _LOW_COST = 0.65
 _TAIL_COST = 0.66
 """The last tile of an expert where its second group has no rows, over a full one; as there."""
 FP8_UP_TILINGS, FP8_DOWN_TILINGS = (SHARED, LOW, PAIRED), (STAGED, LOW, PAIRED_STAGED)
-"""With SwiGLU, whose result is a quarter of the tile and always staged whole, and without. A tile of 256
-columns holds whole blocks of 128, of gate and of up."""
+"""Tiles with SwiGLU, whose result is a quarter of the tile and always staged whole, and without. A tile of
+256 columns holds whole blocks of 128, of gate and of up."""
 GRADIENT_TILINGS = (OWN, SMALL._replace(panels=3))
-"""For SwiGLU's gradient, of many and of few rows: three panels leave at once; with 256 columns its registers
-spill."""
+"""Tiles for SwiGLU's gradient, of many and of few rows: three panels leave at once; with 256 columns its
+registers spill."""
 _PANEL_COST = 1.43
 """Reading 256 columns of an expert's weights from memory, over a full tile: 4.27 TB/s, 783 TFLOP/s."""
 _READ_AGAIN = 0.1
@@ -76,8 +76,8 @@ _overridden: dict[tuple[Layout, Epilogue], Tiling] = {}
 
 @contextmanager
 def override_tilings(given: Mapping[tuple[Layout, Epilogue], Tiling]) -> Iterator[None]:
-    """Inside, products with such a layout and epilogue are cut like this, in every thread: to measure other
-    tiles than the chosen ones. The same bits; KernelError where the kernel cannot be cut so."""
+    """A context in which products with such a layout and epilogue are cut like this, in every thread: to
+    measure other tiles than the chosen ones. The same bits; KernelError where the kernel cannot be cut so."""
     before = dict(_overridden)
     _overridden.update(given)
     try:
