@@ -17,6 +17,7 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from benchmarks.simulate_cores import KNOWN_WAYS, of_another_day, of_cores, slowed, slowness
@@ -98,9 +99,7 @@ def _gpu_parts(profile: Profile) -> list[Part]:
         ranks, pair = row["case"].get("W", 4), row["case"].get("W") == 2
         return islands(profile, ranks, 1 if pair else 2, network="sockets-pair" if pair else "sockets")
 
-    def predicted(fabric: Fabric, row: Row) -> float:
-        return of_schedule(profile, fabric, row)
-
+    predicted = partial(of_schedule, profile)
     layers = tuple(row for row in rows("layer", "H200") if row["impl"] == "imbrex-serial")
     fused = tuple(
         row
@@ -111,9 +110,7 @@ def _gpu_parts(profile: Profile) -> list[Part]:
         and not is_fused_fitted(row)
     )
 
-    def over_sockets(fabric: Fabric, row: Row) -> float:
-        return of_schedule(with_older_host(profile), fabric, row)
-
+    over_sockets = partial(of_schedule, with_older_host(profile))
     tiers = tuple(
         row
         for row in rows("tiers")
