@@ -2,8 +2,9 @@
 
 Six published widths of few layers on all GPUs of this machine: the step of a training and a prefill, of
 transformers' model spread in its own ways (DDP, FSDP2, its expert parallelism) and by imbrex. All are the
-same classes of transformers, with its attention, losses and dense layers. Wants transformers 5.23 and
-accelerate.
+same classes of transformers, with its attention, losses and dense layers. `--whole`: all layers and the
+whole vocabulary, and a prefill alone, since no optimizer fits beside them; DDP is then the whole model on
+every GPU. Wants transformers 5.23 and accelerate.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,9 @@ class Published:
         sizes = {"num_hidden_layers": self.layers, "vocab_size": vocabulary, "use_cache": False}
         kind = getattr(transformers, self.kind)
         return kind(**self.settings | sizes | {"pad_token_id": None} | changes)
+
+    def whole(self) -> Published:
+        return replace(self, layers=self.of)
 
 
 DEEPSEEK_HEADS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
@@ -193,9 +197,12 @@ def spread(config: Any, **sizes: Any) -> nn.Module:
 
 
 class Side:
-    """One way to spread a model. `net` is what is called, `sync` what follows a backward."""
+    """One way to spread a model. `net` is what is called. trains: whether it has gradients, and DDP room for
+    them."""
 
-    def __init__(self, name: str, config: Any, device: torch.device, world: int) -> None:
+    def __init__(
+        self, name: str, config: Any, device: torch.device, world: int, *, trains: bool = True
+    ) -> None:
         self.layers: list[imbrex.MoELayer] = []
         both = {"fsdp_size": world, "ep_size": world}
         name, compiled = name.removesuffix("-compiled"), name.endswith("-compiled")
@@ -207,7 +214,7 @@ class Side:
             register()
             self.net = spread(config, ep_implementation="imbrex", **both)
         elif name == "transformers-ddp":
-            self.net = _data_parallel(plain(config, device), compiled=compiled)
+            self.net = _data_parallel(plain(config, device), compiled=compiled, trains=trains)
         elif name in ("imbrex", "imbrex-worst-rows", "imbrex-fused", "imbrex-divided-after"):
             model, options = plain(config, device), {}
             if name == "imbrex-worst-rows":
@@ -215,11 +222,12 @@ class Side:
             if name == "imbrex-fused":
                 options["schedule"] = "fused"
             self.layers = replace_blocks(model, dist.group.WORLD, **options)
-            self.net = _data_parallel(model, compiled=compiled)
-            if name != "imbrex-divided-after":
+            self.net = _data_parallel(model, compiled=compiled, trains=trains)
+            if trains and name != "imbrex-divided-after":
                 sync_in_backward(model, dense=False)
         else:
             raise ValueError(f"--sides: {name!r} is not known; use {', '.join(SIDES)}")
+        self.net.train(trains)
 
     def gradients(self, ids: Tensor) -> Tensor:
         """Forward and backward, until every rank has the gradients of the mean of all ranks' losses."""
@@ -240,10 +248,10 @@ class Side:
             layer.close()
 
 
-def _data_parallel(model: nn.Module, *, compiled: bool = False) -> nn.Module:
+def _data_parallel(model: nn.Module, *, compiled: bool, trains: bool) -> nn.Module:
     if compiled:
         model.compile()
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return DistributedDataParallel(model, gradient_as_bucket_view=True) if trains else model
 
 
 SIDES = (
@@ -366,6 +374,21 @@ def measure(side: Side, ids: Tensor, repeats: int, foreign: int, ops: Sequence[s
     return rows
 
 
+def measure_whole(side: Side, ids: Tensor, repeats: int, foreign: int) -> list[dict[str, Any]]:
+    """The row of a prefill, with the peak of a rank's memory."""
+    side.prefill(ids)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    clock = time_calls(lambda: side.prefill(ids), repeats)
+    peak = torch.cuda.max_memory_allocated() + max(foreign_bytes() - foreign, 0)
+    most = torch.tensor([peak, clock.busy_us], device="cuda", dtype=torch.float64)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    peak, busy_us = most.tolist()
+    row = {"op": "prefill", **_spans(clock), "tokens_per_s": round(ids.numel() / clock.median_us * 1e6)}
+    row["idle_share"] = round(max(1 - busy_us / clock.median_us, 0.0), 3)
+    return [row | {"peak_gib": round(peak / GIB, 2)}]
+
+
 def _spans(clock: Timed) -> dict[str, Any]:
     spans = {name: round(getattr(clock, name), 1) for name in ("median_us", "min_us", "max_us")}
     return spans | {"n": clock.n}
@@ -385,7 +408,8 @@ def contest(
             if not agreed(time.monotonic() < plan["end"]):
                 continue
             try:
-                for row in one_side(MODELS[model], name, tokens, plan):
+                published = MODELS[model].whole() if plan["whole"] else MODELS[model]
+                for row in one_side(published, name, tokens, plan):
                     rows.append({"impl": name, **row, "case": {"model": model, **row["case"]}})
                     if rank == 0:
                         print(model, name, row["case"]["T"], _line(row), flush=True)
@@ -412,15 +436,18 @@ def one_side(
     """Rows of one side of one model, by number of tokens."""
     world, device = dist.get_world_size(), torch.device("cuda", dist.get_rank())
     foreign, config = foreign_bytes(), model.config()
-    side = Side(name, config, device, world)
-    side.net.train()
+    side = Side(name, config, device, world, trains=not plan["whole"])
     try:
         for count in tokens:
             case = {"layers": model.layers, "T": count, "W": world, "dtype": "bf16"}
             torch.manual_seed(1 + dist.get_rank())
             length = min(count, SEQUENCE)
             ids = torch.randint(config.vocab_size, (count // length, length), device=device)
-            for row in measure(side, ids, plan["repeats"], foreign, plan["ops"]):
+            if plan["whole"]:
+                rows = measure_whole(side, ids, plan["repeats"], foreign)
+            else:
+                rows = measure(side, ids, plan["repeats"], foreign, plan["ops"])
+            for row in rows:
                 yield {"case": case, **row}
     finally:
         side.close()
@@ -439,18 +466,19 @@ def main() -> None:
     parser.add_argument("--sides", default=",".join(SIDES))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--ops", default=",".join(OPS), help="what is timed beside complete steps")
+    parser.add_argument("--whole", action="store_true", help="all layers, a prefill alone")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no side after so many")
     args = parser.parse_args()
     world = torch.cuda.device_count()
     if world < 2:
         raise SystemExit("benchmarks/models.py needs two GPUs or more")
     words = [f"--{name}={value}" for name, value in vars(args).items() if value != parser.get_default(name)]
-    options = " ".join(word for word in words if not word.startswith("--out"))
+    options = " ".join(word for word in words if not word.startswith("--out")).replace("=True", "")
     command = "make gpu-bench NAME=models" + (f" ARGS='{options}'" if options else "")
     run = describe_run(command, measure_ceilings())
     run["versions"]["transformers"] = transformers.__version__
     plan = {"repeats": args.repeats, "out": str(args.out), "run": run, "ops": args.ops.split(",")}
-    plan["end"] = time.monotonic() + args.seconds
+    plan |= {"end": time.monotonic() + args.seconds, "whole": args.whole}
     tokens = [int(count) for count in args.tokens.split(",")]
     rows = run_ranks(contest, world, args.models.split(","), args.sides.split(","), tokens, plan)
     print(f"{len(rows)} rows in {args.out}")

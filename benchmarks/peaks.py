@@ -51,7 +51,6 @@ def peak_of(published: Published, name: str, count: int) -> tuple[float, float]:
     device = torch.device("cuda", torch.cuda.current_device())
     config, foreign = published.config(), foreign_bytes()
     side = Side(name, config, device, RANKS)
-    side.net.train()
     optimizer = torch.optim.AdamW(side.net.parameters(), lr=1e-5, fused=True)
     torch.manual_seed(1 + dist.get_rank())
     length = min(count, SEQUENCE)

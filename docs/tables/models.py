@@ -1,7 +1,8 @@
-"""The table of huggingface.md: steps of whole models."""
+"""The tables of huggingface.md: steps and prefills of models."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import geometric_mean
 
 from docs.tables.results import Row, Table, read, select
@@ -10,13 +11,13 @@ THEIRS = ("transformers-ddp", "transformers-fsdp2", "transformers-ep")
 SWITCH = "imbrex-ep"
 
 
-def cases() -> list[dict[str, Row]]:
-    """The complete steps by side, a case each: those of the last run in which imbrex raced one of the others,
-    and behind their switch the last of all."""
-    steps = select(read("models"), op="step")
-    found: dict[tuple[str, int], dict[int, dict[str, Row]]] = {}
-    for row in steps:
-        runs = found.setdefault((row["case"]["model"], row["case"]["T"]), {})
+def cases(op: str) -> list[dict[str, Row]]:
+    """The complete steps, or prefills, by side, a case each: those of the last run in which imbrex raced one
+    of the others, and behind their switch the last of all."""
+    found: dict[tuple[str, int, int], dict[int, dict[str, Row]]] = {}
+    for row in select(read("models"), op=op):
+        case = row["case"]
+        runs = found.setdefault((case["model"], case["layers"], case["T"]), {})
         runs.setdefault(row["run"], {})[row["impl"]] = row
     whole = []
     for runs in found.values():
@@ -34,24 +35,36 @@ def gain(sides: dict[str, Row]) -> float:
 
 
 def steps() -> Table:
-    head = ("model, layers", "tokens", "DDP", "FSDP2", "their EP", "their switch", "blocks", "gain", "GiB")
+    """Steps of a training, with the peak of a rank's memory."""
+    table = _times("step")
+    lines = []
+    for cells, sides in zip(table.body, cases("step"), strict=True):
+        names = ("transformers-ep", SWITCH, "imbrex")
+        memory = (f"{sides[n]['peak_gib']:.1f}" if n in sides else "-" for n in names)
+        lines.append([*cells, ", ".join(memory)])
+    return replace(table, head=[*table.head, "GiB"], body=lines)
+
+
+def prefill() -> Table:
+    """Prefills, of few layers and of whole models."""
+    return _times("prefill")
+
+
+def _times(op: str) -> Table:
+    """Milliseconds by case and side, and the gain over the best of transformers' own."""
+    head = ("model, layers", "tokens", "DDP", "FSDP2", "their EP", "their switch", "blocks", "gain")
     lines, used = [], []
-    for sides in cases():
+    for sides in cases(op):
         case, names = sides["imbrex"]["case"], (*THEIRS, SWITCH, "imbrex")
         times = [f"{sides[n]['median_us'] / 1e3:.1f}" if n in sides else "-" for n in names]
-        memory = [
-            f"{sides[n]['peak_gib']:.1f}" if n in sides else "-"
-            for n in ("transformers-ep", SWITCH, "imbrex")
-        ]
         used += [sides[name] for name in names if name in sides]
-        cells = (f"{case['model']}, {case['layers']}", case["T"], *times, f"{gain(sides):.2f}")
-        lines.append([*cells, ", ".join(memory)])
+        lines.append([f"{case['model']}, {case['layers']}", case["T"], *times, f"{gain(sides):.2f}"])
     return Table(head=head, body=lines, rows=used)
 
 
 def mean() -> str:
     """A sentence: how much faster in the mean than the best of transformers' own ways."""
-    gains = [gain(sides) for sides in cases()]
+    gains = [gain(sides) for sides in cases("step")]
     return (
         f"Over the best of transformers' own ways a step with replaced blocks is {geometric_mean(gains):.2f} "
         f"times as fast in the geometric mean of these {len(gains)} cases."
