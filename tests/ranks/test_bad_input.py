@@ -45,6 +45,10 @@ def bad_input(kind: str) -> tuple[torch.Tensor, imbrex.Routing]:
         weights_TK[0, 1] = torch.nan
     elif kind == "integers":
         x_TD = x_TD.long()
+    elif kind == "sparse":
+        x_TD = x_TD.to_sparse()
+    elif kind == "nested":
+        x_TD = torch.nested.nested_tensor(list(x_TD))
     elif kind == "weights":
         weights_TK = weights_TK.flatten()
     elif kind == "int32 ids":
@@ -66,6 +70,8 @@ MESSAGES = {
     "twice": r"on rank 1, token 2 wants expert 4 twice; an expert may stand at most once",
     "nan": r"on rank 1, the weight of choice 1 of token 0 is NaN or infinite",
     "integers": r"on rank 1, x has a dtype that cannot be exchanged; use float32",
+    "sparse": r"on rank 1, x is sparse or nested; give a plain tensor, as x.to_dense\(\)",
+    "nested": r"on rank 1, x is sparse or nested; give a plain tensor, as x.to_dense\(\)",
     "int32 ids": r"on rank 1, ids must be int64 and weights float32; convert them",
     "dtype": r"ranks disagree about the dtype of x: torch.float32 on rank 0, torch.bfloat16 on rank 1",
     "device": r"on rank 1, x, ids and weights must be on one device",
@@ -110,6 +116,27 @@ def run_layer_width(ranks: Ranks, losses: Any) -> str:
 def test_unequal_widths_stop_the_layer_before_its_router(pool: Pool, losses: Any) -> None:
     answers = pool.run(4, run_layer_width, losses)
     assert set(answers) == {"dispatch: on rank 1, x has 2 dimensions and last size 7; give tokens [T, 5]"}
+
+
+def run_layer_sparse(ranks: Ranks, losses: Any, kind: str) -> str:
+    config = imbrex.MoEConfig(hidden_size=D, intermediate_size=4, num_experts=E, top_k=K)
+    layer, x = imbrex.MoELayer(config, ranks.group, losses=losses), torch.randn(3, D)
+    odd = {"sparse": x.to_sparse, "csr": x.to_sparse_csr, "nested": lambda: torch.nested.nested_tensor([x])}
+    try:
+        layer(odd[kind]() if ranks.rank else x)
+    except ValueError as error:
+        layer(x)
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("kind", ["sparse", "csr", "nested"])
+@pytest.mark.parametrize("losses", [None, imbrex.AuxLosses(z=0.1)], ids=["plain", "collective router"])
+def test_sparse_tokens_stop_the_layer_on_all_ranks(pool: Pool, losses: Any, kind: str) -> None:
+    answers = set(pool.run(2, run_layer_sparse, losses, kind))
+    assert len(answers) == 1
+    assert answers.pop().startswith("dispatch: on rank 1, x is sparse or nested; give a plain tensor")
 
 
 def run_unequal_settings(ranks: Ranks, name: str) -> str:

@@ -52,7 +52,13 @@ PROBLEMS = {
     10: "the mask kept_TK is not of bools; pass one as recorded in Routing.kept_TK",
     11: "weights have {0} dimensions and another shape than ids; give one for every choice, [{1}, {2}]",
     12: "the mask kept_TK is not on the device of x; move it there with .to(x.device)",
+    13: "x is sparse or nested; give a plain tensor, as x.to_dense() or x.values() gives it",
 }
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether it is neither sparse nor nested, so that all rows are there, of one width."""
+    return x.layout is torch.strided and not x.is_nested
 
 
 def find_problem(
@@ -65,6 +71,8 @@ def find_problem(
     Shapes and dtypes always; values on the CPU, and on a GPU only under IMBREX_DEBUG=1 (a host sync).
     """
     ids, weights, width = routing.ids_TK, routing.weights_TK, geometry.hidden_size
+    if not is_plain(x_TD):
+        return 13, 0, 0, 0
     if x_TD.dim() != 2 or x_TD.shape[1] != width:
         return 1, x_TD.dim(), x_TD.shape[-1] if x_TD.dim() else 0, width
     if ids.dim() != 2 or ids.shape[0] != x_TD.shape[0]:

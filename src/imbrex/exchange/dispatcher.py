@@ -12,7 +12,7 @@ from torch import Tensor
 from imbrex.codec.fp8 import BLOCK, Fp8
 from imbrex.contracts import Addend, Crossing, Experts, Geometry, Listener, Roles, Routing, RowForm, Wire
 from imbrex.exchange import autograd
-from imbrex.exchange.agreement import DTYPES
+from imbrex.exchange.agreement import DTYPES, PROBLEMS, is_plain
 from imbrex.runtime.tracing import differentiated, traced
 
 
@@ -109,6 +109,8 @@ class DispatcherBase:
 
     def why_not_tokens(self, x: Tensor) -> str | None:
         width = self.geometry.hidden_size
+        if not is_plain(x):
+            return PROBLEMS[13]
         if x.dim() < 1 or x.shape[-1] != width:
             return f"x has the shape {tuple(x.shape)}; give tokens [..., {width}]"
         if x.dtype not in DTYPES:
