@@ -2,8 +2,9 @@
 
 A few layers of Qwen3-30B-A3B's widths, by transformers' own experts (grouped products) and with replaced
 blocks: the forward, the step of a training and `generate` with a static cache, as they are and compiled, in
-turns. Compiling takes most of the time: processes beside each other compile everything first, into torch's
-cache on disk, from which the process that measures reads it.
+turns; `generate` also as CUDA graphs (`reduce-overhead`). Compiling takes most of the time: processes beside
+each other compile everything first, into torch's cache on disk, from which the process that measures reads
+it.
 """
 
 from __future__ import annotations
@@ -93,16 +94,17 @@ def ways_of(side: str, op: str, layers: int, tokens: int) -> dict[str, Callable[
         return {"eager": forwards_of(model.eval(), ids), "compiled": forwards_of(compiled, ids)}
     if op == "step":
         return {name: steps_of(model, run, ids) for name, run in (("eager", model), ("compiled", compiled))}
-    prompt, twin = ids[:1, :64].expand(4, 64), make(side, layers).eval()
-    twin.compile()
-    return {
-        "eager": generations_of(model.eval(), prompt, disable_compile=True),
-        "compiled": generations_of(twin, prompt, disable_compile=True),
-    }
+    prompt, twins = ids[:1, :64].expand(4, 64), [make(side, layers).eval() for _ in range(2)]
+    twins[0].compile()
+    twins[1].compile(mode="reduce-overhead")
+    models = dict(zip(("eager", "compiled", "graphs"), (model.eval(), *twins), strict=True))
+    return {name: generations_of(each, prompt, disable_compile=True) for name, each in models.items()}
 
 
 def compile_once(op: str, side: str, layers: int, tokens: int) -> None:
-    ways_of(side, op, layers, tokens)["compiled"]()
+    for name, call in ways_of(side, op, layers, tokens).items():
+        if name != "eager":
+            call()
     torch.cuda.synchronize()
 
 
@@ -125,7 +127,7 @@ def measured(side: str, op: str, layers: int, tokens: int, repeats: int) -> list
     torch.cuda.empty_cache()
     ways = ways_of(side, op, layers, tokens)
     begin = time.perf_counter()
-    equal = "" if op == "step" else f", {closeness(*(call() for call in ways.values()))}"
+    equal = "" if op == "step" else f", {closeness(*(ways[name]() for name in ('eager', 'compiled')))}"
     spans = in_turns(ways, repeats)
     counters = torch._dynamo.utils.counters
     breaks = sum(counters["graph_break"].values())
@@ -137,7 +139,7 @@ def measured(side: str, op: str, layers: int, tokens: int, repeats: int) -> list
     case = {"model": "qwen3-30b-a3b", "layers": layers, "T": tokens, "dtype": "bf16"}
     return [
         {
-            "impl": side if name == "eager" else f"{side}-compiled",
+            "impl": side if name == "eager" else f"{side}-{name}",
             "op": op,
             "case": case,
             "median_us": round(1e3 * statistics.median(span), 1),

@@ -157,6 +157,18 @@ def test_a_compiled_layer_goes_by_the_same_kernels() -> None:
     assert len(layer.exchange.dispatch(x, layer.routing).handle.state) == len(STATE)
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 300])
+@pytest.mark.parametrize("backend", ["aot_eager", "cudagraphs"])
+def test_a_compiled_layer_that_nobody_differentiates(backend: str, tokens: int) -> None:
+    """One operator, of the launches and bits of a plain call; and what a graph of it replays."""
+    layer = make()
+    with torch.no_grad():
+        compiled = torch.compile(layer, backend=backend, fullgraph=True)
+        for _ in range(4):
+            x = torch.randn(tokens, 64, device="cuda", dtype=torch.bfloat16)
+            assert torch.equal(compiled(x).clone(), layer(x))
+
+
 def test_no_tokens() -> None:
     layer = make()
     x = torch.zeros(0, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -16,6 +16,7 @@ from imbrex.exchange import alone
 from imbrex.exchange.alone import STATE, AloneDispatcher
 from imbrex.exchange.exchange import Exchange
 from imbrex.experts.experts import Experts
+from imbrex.kernels.ffn import ffn, glue
 from imbrex.kernels.rows import choices
 from imbrex.overlap.serial import Serial
 from imbrex.placement import contiguous, split_evenly
@@ -206,6 +207,58 @@ def test_a_compiler_sees_sizes_that_it_knows(training: bool, dynamic: bool | Non
         assert not training or torch.equal(found[0][1], found[1][1])
     assert graphs
     assert not any("new_dynamic" in str(g.code) or _unknown(g) for g in graphs)
+
+
+def by_steps(layer: imbrex.MoELayer, x: torch.Tensor) -> torch.Tensor:
+    """What a layer gives for its last routing, one step after the other, by kernels."""
+    assert layer.routing is not None
+    dispatched = layer.exchange.dispatch(x, layer.routing)
+    weights = layer.experts.gate_up_proj, layer.experts.down_proj, dispatched.counts_e
+    out_RD = ffn.ffn(dispatched.rows_RD, *weights, weights_R=dispatched.handle.weights_R)
+    added = None if layer.shared_expert is None else layer._shared(x)
+    return layer.exchange.combine(out_RD, dispatched.handle, added, weighted=True)
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize("tokens", [5, 37])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_layer_that_nobody_differentiates_is_one_operator(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, shared: bool
+) -> None:
+    """Few tokens are ordered and grouped in one launch, as outside of a graph, and groups are not planned
+    again; of many, experts read tokens in place. The bits are those of the steps by the same kernels."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(alone, "MOST_FEW", 60)
+    monkeypatch.setattr(Experts, "unchanged", True)
+    config = imbrex.MoEConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_experts=5,
+        top_k=3,
+        shared=imbrex.SharedExperts(intermediate_size=8) if shared else None,
+    )
+    torch.manual_seed(1)
+    layer = imbrex.MoELayer(config, dtype=torch.bfloat16)
+    layer.experts.implementation, layer.experts.one_launch = "kernels", False  # that is not emulated here
+    planned = []
+    monkeypatch.setattr(ffn, "plan_groups", lambda counts_e: planned.append(1) or glue.plan_groups(counts_e))
+    x, graphs = torch.randn(tokens, 64).bfloat16(), []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(str(graph.code))
+        return graph
+
+    with torch.no_grad():
+        y = torch.compile(layer, backend=keep, fullgraph=True)(x)
+        assert not planned
+        steps = by_steps(layer, x)
+    assert torch.equal(y, steps)
+    (graph,) = graphs
+    assert graph.count("imbrex_alone_v1.layer") == 1
+    assert "imbrex.dispatch" not in graph
+    with torch.enable_grad():
+        torch.compile(layer, backend=keep, fullgraph=True)(x)
+    assert "imbrex.dispatch" in graphs[-1]
 
 
 def _unknown(graph: torch.fx.GraphModule) -> bool:

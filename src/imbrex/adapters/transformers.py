@@ -28,7 +28,7 @@ from torch.nn.utils import parametrize
 
 from imbrex import Dispatched, Exchange, Routing, overlap
 from imbrex.contracts import Codec, RowForm, Strategy, Transport, Wire
-from imbrex.experts import Experts, Lent
+from imbrex.experts import Experts, KernelWeights, Lent
 from imbrex.overlap import Scheduler
 from imbrex.placement import contiguous
 from imbrex.runtime.gradients import scale_gradient
@@ -178,6 +178,13 @@ class Held(Lent):
     @property
     def forms(self) -> tuple[RowForm, ...]:
         return self.experts.forms
+
+    @property
+    def kernel_weights(self) -> KernelWeights | None:
+        """Says the same as that of `Experts`, of the weights as they are in this call."""
+        own = self.experts.experts.kernel_weights if isinstance(self.experts, OwnExperts) else None
+        module: Any = self.module
+        return None if own is None else (module.gate_up_proj, module.down_proj, own[2])
 
     def parameters(self) -> Iterator[Tensor]:
         """The weights as they are in this call, also where they are computed, as by PEFT for LoRA: schedules

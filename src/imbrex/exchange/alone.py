@@ -18,11 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imbrex.contracts import Addend, Arrived, Crossing, Dispatcher, Geometry, Listener, Routing, RowForm
+from imbrex.contracts import (
+    Addend,
+    Arrived,
+    Crossing,
+    Dispatcher,
+    Experts,
+    Geometry,
+    Listener,
+    Routing,
+    RowForm,
+)
 from imbrex.exchange import plan, rows
 from imbrex.exchange.agreement import explain, find_problem
 from imbrex.exchange.dispatcher import DispatcherBase, nothing_to_move
+from imbrex.exchange.layer_op import layer_alone
 from imbrex.exchange.nvlink_fit import DTYPE, why_not_dtype
+from imbrex.experts import weights_of_kernels
 from imbrex.kernels.ffn.both import ended_before_last
 from imbrex.kernels.ffn.glue import COUNTERS, Groups, gather_rows, sum_rows, weigh_rows
 from imbrex.kernels.ffn.widths import MULTIPLE
@@ -84,6 +96,19 @@ class AloneDispatcher(DispatcherBase):
         if self.misfit is not None or not x_TD.is_cuda or x_TD.dtype != DTYPE or not plain(x_TD):
             return False
         return why_not_ordered(self.geometry.placement.num_experts, x_TD.get_device()) is None
+
+    def run_whole(
+        self, x_TD: Tensor, routing: Routing, experts: Experts, addend: Callable[[], Tensor] | None
+    ) -> Tensor | None:
+        """One operator of a graph that nobody differentiates; outside of one, steps."""
+        if not torch.compiler.is_compiling() or torch.is_grad_enabled() or not self.serves(x_TD, routing):
+            return None
+        own = weights_of_kernels(experts)
+        if own is None or self.observer.enabled or any(weight.dtype != x_TD.dtype for weight in own[:2]):
+            return None
+        *weights, one_launch = own
+        added_TD = None if addend is None else addend()
+        return layer_alone(x_TD, routing, added_TD, (weights[0], weights[1]), self.key, one_launch)
 
     def beside(self, chunks: int, *, in_turn: bool = False) -> Dispatcher:
         """Kernels of one rank wait for nobody, and chunks of them would gain nothing."""

@@ -1,9 +1,14 @@
-"""A layer whose crossings are part of its products' kernels, as one operator with one for its backward.
+"""A layer as one operator: with crossings in its products' kernels, with another for its backward; and of a
+rank alone, where nobody differentiates.
 
 Step by step, as `exchange.autograd` has them, an operator could not bring rows beside a product of another.
 So a compiled graph has the dispatch, imbrex's own experts and the combine in one node, and in one the
 gradients of tokens, weights and experts: dx goes home beside the gradients of both weights. The bits are
 those of the steps.
+
+Of a rank alone a graph had three operators a layer, and between them only tensors. So experts did not hear
+what the dispatch of a small batch knows (their groups, which of them are hit, how many rows to expect):
+groups were planned once more, and both products were two launches.
 
 What the backward wants is among the results: a graph may run its nodes when it likes, and keep what it likes.
 """
@@ -15,13 +20,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
+from torch.library import Library, custom_op, register_fake
 
 from imbrex.contracts import Routing, RowForm
 from imbrex.exchange.autograd import complete, dispatcher_by, sizes_of_run
 from imbrex.kernels.exchange.lease import Staged
 from imbrex.kernels.ffn.ffn import Saved, can_bring_gradient, ffn_gradients, run_ffn
-from imbrex.kernels.ffn.glue import COUNTERS
+from imbrex.kernels.ffn.glue import COUNTERS, Groups
+from imbrex.kernels.ffn.tokens import ffn_in_place
 from imbrex.kernels.fused.rows_out import rows_out
 from imbrex.kernels.gemm.gemm import ALONE
 from imbrex.runtime.deferred import Deferral
@@ -159,4 +165,58 @@ def _differentiate(ctx: Any, d_y_TD: Tensor | None, _saved: Any) -> Any:
 
 fused_op.register_autograd(_differentiate, setup_context=_set_up)
 
-__all__ = ["fused_layer"]
+# A plain registration: `custom_op` adds host time to every call.
+_library = Library("imbrex_alone_v1", "DEF")
+_library.define(
+    "layer(Tensor x_TD, Tensor weights_TK, Tensor ids_TK, Tensor? addend_TD, Tensor gate_up_eGD,"
+    " Tensor down_eDF, SymInt key, bool? one_launch) -> Tensor"
+)
+
+
+def layer_alone(
+    x_TD: Tensor,
+    routing: Routing,
+    addend_TD: Tensor | None,
+    weights: tuple[Tensor, Tensor],
+    key: int,
+    one_launch: bool | None,
+) -> Tensor:
+    """y_TD of tokens through the experts with `weights`, gate_up_eGD and down_eDF, all bfloat16. key: the
+    dispatcher's. one_launch: as in `Experts`."""
+    inputs = x_TD, routing.weights_TK, routing.ids_TK, addend_TD
+    return torch.ops.imbrex_alone_v1.layer(*inputs, *weights, key, one_launch)
+
+
+def _run_alone(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    addend_TD: Tensor | None,
+    gate_up_eGD: Tensor,
+    down_eDF: Tensor,
+    key: int,
+    one_launch: bool | None,
+) -> Tensor:
+    dispatcher = dispatcher_by(key)
+    (plan,) = dispatcher.agree([(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))])
+    form = dispatcher.form_of((RowForm.INDEXED, RowForm.ROWS), x_TD, weights_TK)
+    rows_RD, weights_R, counts_e, state, beside = complete(dispatcher.dispatch(plan, x_TD, weights_TK, form))
+    weights = gate_up_eGD, down_eDF, counts_e
+    if form is RowForm.INDEXED:
+        rows_RD = ffn_in_place(rows_RD, beside, *weights, weights_R=weights_R)
+    else:
+        if isinstance(beside, Groups):
+            beside.one_launch = one_launch
+        rows_RD = run_ffn(rows_RD, *weights, weights_R, False, None, beside)[0]
+    addend: Any = None if addend_TD is None else lambda: addend_TD
+    return complete(dispatcher.combine(rows_RD, None, state, x_TD.shape[0], addend))
+
+
+def _fake_alone(x_TD: Tensor, *_: Any) -> Tensor:
+    return x_TD.new_empty(x_TD.shape)
+
+
+_library.impl("layer", _run_alone, "CompositeExplicitAutograd")
+register_fake("imbrex_alone_v1::layer", _fake_alone, lib=_library)
+
+__all__ = ["fused_layer", "layer_alone"]

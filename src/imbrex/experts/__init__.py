@@ -1,5 +1,25 @@
 """The experts' feed-forward networks: a loop, grouped products, or imbrex's kernels."""
 
-from imbrex.experts.experts import Activation, Experts, Lent, Shard, SharedExpert, give_away, surely_fit
+from imbrex.experts.experts import (
+    Activation,
+    Experts,
+    KernelWeights,
+    Lent,
+    Shard,
+    SharedExpert,
+    give_away,
+    surely_fit,
+    weights_of_kernels,
+)
 
-__all__ = ["Activation", "Experts", "Lent", "Shard", "SharedExpert", "give_away", "surely_fit"]
+__all__ = [
+    "Activation",
+    "Experts",
+    "KernelWeights",
+    "Lent",
+    "Shard",
+    "SharedExpert",
+    "give_away",
+    "surely_fit",
+    "weights_of_kernels",
+]

@@ -28,6 +28,8 @@ from imbrex.kernels.gemm.portable import describe_portable, why_grouped_is_faste
 
 Activation = Literal["swiglu", "gelu"]
 ACTIVATIONS = ("swiglu", "gelu")
+KernelWeights = tuple[Tensor, Tensor, bool | None]
+"""gate_up_proj, down_proj, and `Experts.one_launch`."""
 IMPLEMENTATIONS = ("loop", "grouped", "kernels", "kernels-fp8")
 
 
@@ -225,6 +227,15 @@ class Experts(nn.Module):
         indexed = (RowForm.INDEXED,) if fit else ()
         return *fp8, *indexed, RowForm.ROWS, *under_way
 
+    @property
+    def kernel_weights(self) -> KernelWeights | None:
+        """The weights and `one_launch`, where kernels compute them in bfloat16 and nobody changes, or reads,
+        what `forward` takes and gives; else `None`."""
+        own = self.implementation == "kernels" and self.unchanged and self.inputs_unchanged
+        if not own or not fits(self.hidden_size, self.down_proj.shape[2]):
+            return None
+        return self.gate_up_proj, self.down_proj, self.one_launch
+
     def _in_place(self, x_TD: Tensor, index_R: Tensor, counts_e: Tensor, weights_R: Tensor | None) -> Tensor:
         if self.implementation == "kernels-fp8":
             return ffn_in_place_fp8(x_TD, index_R, self.quantised(), counts_e, weights_R=weights_R)
@@ -302,6 +313,16 @@ class Lent:
     """
 
     unchanged = False
+
+    @property
+    def kernel_weights(self) -> KernelWeights | None:
+        """Says the same as that of `Experts`."""
+        return None
+
+
+def weights_of_kernels(experts: object) -> KernelWeights | None:
+    """The weights of imbrex's own experts where a dispatcher may compute with them by itself, or `None`."""
+    return experts.kernel_weights if isinstance(experts, Experts | Lent) else None
 
 
 def give_away(experts: object, rows_RD: Tensor) -> None:

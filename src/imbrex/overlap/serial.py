@@ -41,7 +41,7 @@ class Serial:
         compiling = torch.compiler.is_compiling()
         if addend is not None and not compiling:
             addend = cache(addend)
-        if not compiling and (self.keep_rows or not torch.is_grad_enabled()):
+        if compiling or self.keep_rows or not torch.is_grad_enabled():
             y_TD = exchange.dispatcher.run_whole(x_TD, routing, experts, addend)
             if y_TD is not None:
                 return Output(y_TD=y_TD)
