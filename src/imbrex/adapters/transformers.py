@@ -28,7 +28,7 @@ from torch.nn.utils import parametrize
 
 from imbrex import Dispatched, Exchange, Routing, overlap
 from imbrex.contracts import Codec, RowForm, Strategy, Transport, Wire
-from imbrex.experts import Experts, KernelWeights, Lent
+from imbrex.experts import Experts, Lent
 from imbrex.overlap import Scheduler
 from imbrex.placement import contiguous
 from imbrex.runtime.gradients import scale_gradient
@@ -180,7 +180,7 @@ class Held(Lent):
         return self.experts.forms
 
     @property
-    def kernel_weights(self) -> KernelWeights | None:
+    def kernel_weights(self) -> tuple[Tensor, Tensor, bool | None] | None:
         """Says the same as that of `Experts`, of the weights as they are in this call."""
         own = self.experts.experts.kernel_weights if isinstance(self.experts, OwnExperts) else None
         module: Any = self.module

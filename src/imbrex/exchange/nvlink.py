@@ -143,8 +143,6 @@ class NvlinkDispatcher(WiredDispatcher):
     def run_whole(
         self, x_TD: Tensor, routing: Routing, experts: Experts, addend: Callable[[], Tensor] | None
     ) -> Tensor | None:
-        if torch.compiler.is_compiling():
-            return None
         return self.recorder.run(x_TD, routing, experts, addend)
 
     def why_not_form(self, form: RowForm) -> str | None:

@@ -285,6 +285,8 @@ class Recorder:
     def _serves(self, x_TD: Tensor, routing: Routing, experts: Any) -> bool:
         """Whether the call is one of those that are the same every time."""
         dispatcher, ids_TK, weights_TK = self.dispatcher, routing.ids_TK, routing.weights_TK
+        if torch.compiler.is_compiling():
+            return False
         if not on_gpu(x_TD) or not surely_fit(experts) or experts.implementation != "kernels":
             return False
         if not experts.inputs_unchanged:

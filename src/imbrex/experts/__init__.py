@@ -3,7 +3,6 @@
 from imbrex.experts.experts import (
     Activation,
     Experts,
-    KernelWeights,
     Lent,
     Shard,
     SharedExpert,
@@ -15,7 +14,6 @@ from imbrex.experts.experts import (
 __all__ = [
     "Activation",
     "Experts",
-    "KernelWeights",
     "Lent",
     "Shard",
     "SharedExpert",
