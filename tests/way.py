@@ -1,12 +1,13 @@
 """The files that one call of a layer goes through, forward and back: `python -m tests.way`.
 
-Two gloo ranks call a layer over bytes (`alltoall`) and over NVLink's kernels, emulated on the CPU. Printed are,
-for rank 0's own thread, the calls of functions of the package, the files they are in, and how often a call is
-in another file than the call before, or in another entry of `src/imbrex`.
+Two gloo ranks call a layer over bytes (`alltoall`) and over NVLink's kernels, emulated on the CPU. It prints
+the calls of the package's functions on rank 0's own thread, the number of files they are in, and how often a
+call is in another file than the call before, or in another entry of `src/imbrex`.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -57,7 +58,7 @@ def walk(ranks: Ranks, way: str) -> list[list[str]]:
 
 def moves(places: list[str]) -> int:
     """How often a place is another than the one before."""
-    return sum(here != before for before, here in zip(places, places[1:], strict=False))
+    return sum(here != before for before, here in itertools.pairwise(places))
 
 
 def main() -> None:
@@ -65,9 +66,9 @@ def main() -> None:
     for way in WAYS:
         for what, files in zip(("forward", "backward"), pool.run(2, tests.way.walk, way)[0], strict=True):
             entries = [file.split("/")[0] for file in files]
-            print(
+            sys.stdout.write(
                 f"{way} {what}: {len(files)} calls, {len(set(files))} files, {moves(files)} moves between "
-                f"files, {moves(entries)} between entries of src/imbrex"
+                f"files, {moves(entries)} between entries of src/imbrex\n"
             )
     pool.close()
 

@@ -1,8 +1,8 @@
 """How a row is written on the wire.
 
-A new codec is one file with a class that keeps the `Codec` contract, and one line in `CODECS`; users hand
-their own object to `MoELayer(codec=...)`, or give it a name with `register`. `imbrex.testing.check_codec`
-says whether it keeps the contract.
+A new codec is one file with a class that implements the `Codec` contract, and one line in `CODECS`. Users
+pass their own object to `MoELayer(codec=...)`, or name it with `register`. `imbrex.testing.check_codec`
+checks it against the contract.
 """
 
 from __future__ import annotations

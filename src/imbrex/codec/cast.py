@@ -66,8 +66,8 @@ LOST_SCALE = 2.0**-150
 
 
 def passing(amax: float, dtype: torch.dtype) -> float:
-    """The largest error of a value of at most `amax` of becoming float32, in which codecs compute, and then
-    `dtype`."""
+    """The largest error of converting a value of at most `amax` to float32, in which codecs compute, and then
+    to `dtype`."""
     return rounding(amax, torch.float32) + rounding(amax, dtype)
 
 
@@ -78,7 +78,7 @@ def rounding(amax: float, dtype: torch.dtype) -> float:
 
 
 def saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values as `dtype`; what is too large for it becomes its largest value, NaN stays NaN."""
+    """Values as `dtype`; values too large for it become its largest one, and NaN stays NaN."""
     if values.dtype.itemsize < 4:
         if torch.finfo(values.dtype).max <= torch.finfo(dtype).max:
             return values.to(dtype)
@@ -109,8 +109,7 @@ def from_bytes(encoded_NB: Tensor, width: int, dtype: torch.dtype) -> Tensor:
 
 
 def wide(rows_NB: Tensor) -> Tensor:
-    """A view of the rows in the widest integers that they are made of: torch copies them one by one on a
-    GPU."""
+    """A view of the rows as the widest integers that fit them, since torch copies value by value on a GPU."""
     size = rows_NB.element_size()
     # Sizes are powers of two: what divides all three divides their bits together.
     offset = cast("int", rows_NB.storage_offset())

@@ -12,7 +12,7 @@ from imbrex.contracts import Codec
 
 
 def write(values: list[Tensor], codec: Codec, dtype: torch.dtype) -> Tensor:
-    """Rows, float32 or `dtype`, encoded, with the bytes of further columns behind each."""
+    """Encode rows, float32 or `dtype`, and put the bytes of further columns behind each."""
     encoded = codec.encode(values[0], dtype)
     if len(values) == 1:
         return encoded

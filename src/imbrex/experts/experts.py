@@ -209,14 +209,14 @@ class Experts(nn.Module):
 
     @property
     def inputs_unchanged(self) -> bool:
-        """Whether no hook changes, or reads, what `forward` is given."""
+        """Whether no hook changes, or reads, the inputs of `forward`."""
         return not (self._forward_pre_hooks or _global_forward_pre_hooks)
 
     @property
     def forms(self) -> tuple[RowForm, ...]:
-        """The forms that a call takes now. Without gradients: rows in fp8 for who computes in fp8, and tokens
-        that rows are read from through an index, or copied from where that is faster. For strategies that
-        fuse, rows that are under way."""
+        """The forms of rows that a call takes now. Without gradients these are rows in fp8, if the experts
+        compute in fp8, and tokens with an index, through which rows are read, or copied if that is faster.
+        Strategies that fuse ask for rows that are under way."""
         if not self.implementation.startswith("kernels"):
             return (RowForm.ROWS,)
         fit = fits(self.hidden_size, self.down_proj.shape[2])
@@ -300,16 +300,16 @@ class Experts(nn.Module):
 
 
 def surely_fit(experts: object) -> bool:
-    """Whether the rows that experts make are as many, as wide and of the kind that a combine takes: they are
-    imbrex's own, and nobody changes their result."""
+    """Whether the experts' result is sure to fit a combine in number, width and dtype: these are imbrex's own
+    experts, and nothing changes their result."""
     return isinstance(experts, Experts) and experts.unchanged
 
 
 class Lent:
     """The base of classes that call `Experts` with parameters that lie elsewhere.
 
-    parameters(): gives these, or what they are computed to, to schedules of several chunks.
-    unchanged: whether it returns what those return, and nobody changes or reads that.
+    parameters(): gives these parameters, or tensors computed from them, to schedules of several chunks.
+    unchanged: whether it returns the result of `Experts`, which nothing else changes or reads.
     """
 
     unchanged = False
@@ -326,8 +326,8 @@ def weights_of_kernels(experts: object) -> KernelWeights | None:
 
 
 def give_away(experts: object, rows_RD: Tensor) -> None:
-    """Let the backward of imbrex's own experts write over the gradient of the rows that they made, of which
-    the caller knows that it is made for them alone."""
+    """Let the backward of imbrex's own experts overwrite the gradient of `rows_RD`, their result. The caller
+    knows that nothing else uses that gradient."""
     if isinstance(experts, Experts | Lent) and experts.unchanged:
         give_gradient(rows_RD)
 
@@ -362,8 +362,8 @@ def activate(up_RF: Tensor, activation: str) -> Tensor:
 
 
 def pick_implementation(name: str, unfit: str | None = None, unfit_fp8: str | None = None) -> tuple[str, str]:
-    """The implementation for `name` and why. `unfit`: why these experts cannot go through the kernels, and
-    `unfit_fp8` through those in fp8.
+    """The implementation for `name`, and the reason. `unfit`: why these experts cannot use the kernels, and
+    `unfit_fp8` those in fp8.
 
     Warns where kernels were asked for and cannot be had. Raises ValueError for an unknown name.
     """

@@ -1,4 +1,4 @@
-"""Which experts a token visits, with what weights, and what keeps their loads even."""
+"""The router: the experts that a token goes to, their weights, and the losses that keep their loads even."""
 
 from imbrex.router.capacity import Capacity
 from imbrex.router.gates import Gate, Groups

@@ -1,7 +1,7 @@
-"""A gate's choice and its losses by kernels, as autograd and compilers see them: one node forward, one back.
+"""A gate's choice and its losses by kernels: to autograd and compilers one node forward, and one backward.
 
-Outside of a trace the node is a function of autograd's, inside one an operator, whose backward is one too.
-The losses are the same on every rank of the batch: their terms are added over the ranks inside the node.
+While a compiler traces, the node is an operator, and so is its backward; else it is an autograd function. The
+node sums the losses' terms over the ranks of the batch, so that every rank has the same losses.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def choose_by_kernels(
 
 
 def only(kept_TK: Tensor | None, ids_TK: Tensor) -> Tensor:
-    """The ids, -1 for those that are not kept; `None`: all are."""
+    """The ids, with -1 for choices that are not kept. `None` keeps all."""
     return ids_TK if kept_TK is None else torch.where(kept_TK, ids_TK, -1)
 
 
@@ -77,7 +77,7 @@ Chosen = tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None, list[Tensor]]
 
 
 def run_choice(logits_TE: Tensor, bias_E: Tensor | None, choice: Choice, of: Batch, ranks: Ranks) -> Chosen:
-    """Ids, weights, what the losses' backward wants, and those losses that are wanted."""
+    """Ids, weights, the tensors that the losses' backward needs, and the losses that were asked for."""
     if not any(of.losses):
         return *kernels.run_choose(logits_TE, bias_E, choice), None, []
     ids_TK, weights_TK, terms, counts_SE, losses = kernels.run_choose_and_sum(logits_TE, bias_E, choice, of)

@@ -1,11 +1,11 @@
-"""A gate's logits: float32, whatever the tokens are.
+"""A gate's logits: float32 for tokens of any dtype.
 
-Tokens and weights in bfloat16 on a GPU are multiplied as they are. Their products are exact in float32, and
-only the order and rounding of the sums differ from a product of float32 copies: 1e-5 instead of 1e-6 for
-logits of size 1 (H200, D = 2048). The copies and a product without tensor cores take 3 to 17 times as long.
+On a GPU, bfloat16 tokens and weights are multiplied without float32 copies. Their products are exact in
+float32, and only the order and rounding of the sums differ: errors are 1e-5 instead of 1e-6 for logits of
+size 1 (H200, D = 2048). The copies and a product without tensor cores take 3 to 17 times as long.
 
-The logits of few tokens are a kernel's (`kernels.gate.logits`), with sums in an order of its own: whether or
-not somebody differentiates, so that what is computed once more for a backward has the same bits.
+A kernel computes the logits of few tokens (`kernels.gate.logits`), with sums in an order of its own. It
+does so with and without gradients, so that logits recomputed for a backward have the same bits.
 
 The gradient of the logits is float32. It goes through the same products as the sum of two bfloat16 numbers,
 which keep 15 or 16 of its 24 bits; both gradients are then rounded to 8.
@@ -34,7 +34,7 @@ def logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 
 
 def multiplied_as_they_are(x_TD: Tensor, weight_ED: Tensor) -> bool:
-    """Whether no float32 copies are made."""
+    """Whether tokens and weights are multiplied without float32 copies."""
     return x_TD.is_cuda and x_TD.dtype == weight_ED.dtype == torch.bfloat16
 
 
@@ -53,7 +53,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
     """Two float32 tensors whose sum is `x`, float32: its first 8 significant bits, and the rest.
 
-    By bits, because a compiler may leave out a rounding to bfloat16 and back.
+    It cuts by bits, because a compiler may leave out a rounding to bfloat16 and back.
     """
     high = (x.view(torch.int32) & -65536).view(torch.float32)
     return high, x - high

@@ -1,8 +1,8 @@
-"""A gate whose kernels choose, from tokens to ids, weights and losses, as one node of autograd.
+"""A gate by kernels as one autograd node, from tokens to ids, weights and losses.
 
-Logits, choice and losses have the bits that they have as nodes of their own. In the backward the gradient of
-the logits never is a float32 tensor: the kernel writes it as the two bfloat16 numbers that both products
-take (`router.logits`). In place of fifteen operators there are two products and two kernels around them.
+Logits, choice and losses have the same bits as in separate nodes. The backward makes no float32 tensor of the
+logits' gradient: the kernel writes it as the two bfloat16 numbers that both products take (`router.logits`).
+Two products and the two kernels around them replace fifteen operators.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from imbrex.runtime.tracing import differentiated, once_differentiable, traced
 
 
 def is_one_node(x_TD: Tensor, weight_ED: Tensor, choice: Choice) -> bool:
-    """Whether `gate_by_kernels` is for them: bfloat16 on a GPU, of which gradients may be asked."""
+    """Whether `gate_by_kernels` takes these tensors: bfloat16 on a GPU, with gradients possible."""
     if not multiplied_as_they_are(x_TD, weight_ED) or traced(x_TD, weight_ED):
         return False
     if not differentiated(x_TD, weight_ED):

@@ -1,4 +1,4 @@
-"""Router: the module that says which experts every token wants."""
+"""Router: the module that chooses the experts of every token."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Router(nn.Module):
         self.reset_parameters()
 
     kernels = True
-    """Whether kernels may choose, where there are some for the gate."""
+    """Whether the gate's kernels may choose, if it has any."""
 
     @staticmethod
     def project(x_TD: Tensor, weight_ED: Tensor, num_sequences: int) -> Tensor:
@@ -114,7 +114,7 @@ class Router(nn.Module):
         return Routing(ids_TK=ids_TK, weights_TK=weights_TK, losses=losses, kept_TK=kept_TK)
 
     def _is_one_node(self, x_TD: Tensor) -> bool:
-        """Whether nothing stands between tokens and choice but kernels: no noise, nobody's own projection."""
+        """Whether kernels do all from tokens to choice: no noise, and no projection of the caller's."""
         if not (x_TD.is_cuda and self.kernels) or self.gate.score == "sparsemixer":
             return False
         plain = type(self).project is Router.project and "project" not in self.__dict__
