@@ -1,10 +1,11 @@
 """What does a whole model gain beside transformers' own ways to train it? `make gpu-bench NAME=models`.
 
-Six published widths of few layers on all GPUs of this machine: the step of a training and a prefill, of
+Seven published widths of few layers on all GPUs of this machine: the step of a training and a prefill, of
 transformers' model spread in its own ways (DDP, FSDP2, its expert parallelism) and by imbrex. All are the
 same classes of transformers, with its attention, losses and dense layers. `--whole`: all layers and the
-whole vocabulary, and a prefill alone, since no optimizer fits beside them; DDP is then the whole model on
-every GPU. Wants transformers 5.23 and accelerate.
+whole vocabulary, and a prefill alone, since beside most of them no optimizer fits; DDP is then the whole
+model on every GPU. `--layers 24` trains Qwen1.5-MoE-A2.7B whole: two H200 hold its weights, gradients and
+AdamW's states at once. Wants transformers 5.23 and accelerate.
 """
 
 from __future__ import annotations
@@ -111,6 +112,22 @@ MODELS = {
             "norm_topk_prob": False,
             "num_attention_heads": 28,
             "num_key_value_heads": 4,
+        },
+    ),
+    "qwen1.5-moe-a2.7b": Published(
+        kind="Qwen2MoeConfig",
+        layers=4,
+        of=24,
+        vocabulary=151936,
+        settings={
+            "hidden_size": 2048,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": False,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
         },
     ),
     "phi3.5-moe": Published(
@@ -409,6 +426,8 @@ def contest(
                 continue
             try:
                 published = MODELS[model].whole() if plan["whole"] else MODELS[model]
+                if plan["layers"] is not None:
+                    published = replace(published, layers=plan["layers"])
                 for row in one_side(published, name, tokens, plan):
                     rows.append({"impl": name, **row, "case": {"model": model, **row["case"]}})
                     if rank == 0:
@@ -467,6 +486,7 @@ def main() -> None:
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--ops", default=",".join(OPS), help="what is timed beside complete steps")
     parser.add_argument("--whole", action="store_true", help="all layers, a prefill alone")
+    parser.add_argument("--layers", type=int, help="so many of each, in the place of the few")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no side after so many")
     args = parser.parse_args()
     world = torch.cuda.device_count()
@@ -478,7 +498,7 @@ def main() -> None:
     run = describe_run(command, measure_ceilings())
     run["versions"]["transformers"] = transformers.__version__
     plan = {"repeats": args.repeats, "out": str(args.out), "run": run, "ops": args.ops.split(",")}
-    plan |= {"end": time.monotonic() + args.seconds, "whole": args.whole}
+    plan |= {"end": time.monotonic() + args.seconds, "whole": args.whole, "layers": args.layers}
     tokens = [int(count) for count in args.tokens.split(",")]
     rows = run_ranks(contest, world, args.models.split(","), args.sides.split(","), tokens, plan)
     print(f"{len(rows)} rows in {args.out}")

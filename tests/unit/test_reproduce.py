@@ -450,6 +450,25 @@ def test_comets_layers_are_those_of_a_committed_file(tmp_path: Path, monkeypatch
     assert blank.differs[0].startswith("Blank")
 
 
+def test_comets_models_of_few_layers_are_not_those_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both may be in the file; figure 9 is of whole models, and says how many layers a row has."""
+    times = {("imbrex", 2): 1000.0, ("transformers-ep", 2): 2000.0, ("imbrex", 32): 9000.0}
+    rows = [
+        {"impl": impl, "op": "prefill", "median_us": us}
+        | {"case": {"model": "mixtral-8x7b", "layers": layers, "T": 4096}}
+        for (impl, layers), us in times.items()
+    ]
+    run = {"hardware": {"count": 2, "gpu": "H200"}, "commit": "abc", "date": "2026-11-27"}
+    (tmp_path / "models.json").write_text(json.dumps({"rows": rows, "runs": [run]}))
+    monkeypatch.setattr(comet_measured, "RESULTS", tmp_path)
+    few, whole, mean = comet_measured.end_to_end(Asked()).table
+    assert few == ("Mixtral", "2", "8192", "1.00", "2.00", "", "")
+    assert whole == ("Mixtral", "32", "8192", "9.00", "", "", "")
+    assert mean[4] == "50 %"
+
+
 def test_every_table_and_figure_of_the_papers_is_named() -> None:
     named = {word.strip(",;:") for *_, state in papers.PAPERS for word in state.split()}
     assert set(TABLES) - {name for name in TABLES if name.startswith(("aristos-", "comet-figure-"))} <= named
