@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 import imbrex.adapters.transformers
-from imbrex.adapters.transformers import register
+from imbrex.adapters.transformers import Held, OwnExperts, TheirExperts, register
 from tests.tiny_models import FAMILIES, model_of, small
 
 
@@ -134,3 +134,26 @@ def test_an_older_transformers_is_refused_with_the_way_out(monkeypatch):
     monkeypatch.delattr(theirs, "EPImplementationInterface")
     with pytest.raises(ValueError, match=r"install 5\.23 or newer, or use .*replace_blocks\(model, group\)"):
         imbrex.adapters.transformers.register()
+
+
+def test_a_graph_computes_with_the_weights_of_the_call(monkeypatch):
+    """Those that are at transformers' module then, and only where nobody listens to imbrex's experts."""
+    module = model_of("mixtral").get_submodule("model.layers.0.mlp.experts")
+    own = OwnExperts(module, module.num_experts, "loop")
+    held = Held(own, module)
+    assert held.kernel_weights is None
+    monkeypatch.setattr(imbrex.experts.experts, "fits", lambda *_: True)
+    own.experts.implementation, own.experts.one_launch = "kernels", True
+    for _ in range(2):
+        found = held.kernel_weights
+        assert found is not None
+        assert found[0] is module.gate_up_proj
+        assert found[1] is module.down_proj
+        assert found[2] is True
+        module.gate_up_proj = nn.Parameter(module.gate_up_proj.detach().clone())
+    for listen in (own.experts.register_forward_hook, own.experts.register_forward_pre_hook):
+        hook = listen(lambda *_: None)
+        assert held.kernel_weights is None
+        hook.remove()
+    assert held.kernel_weights is not None
+    assert Held(TheirExperts(module.forward, module.num_experts), module).kernel_weights is None
