@@ -58,10 +58,10 @@ class Noting:
     """Stands in for `Rows`."""
 
     def __init__(self) -> None:
-        self.found: list[dict] = []
+        self.entries: list[dict] = []
 
     def add(self, row: dict) -> None:
-        self.found.append(row)
+        self.entries.append(row)
 
 
 @pytest.mark.parametrize(("left", "reason"), [(5.0, "no room for it"), (-1.0, "no time left")])
@@ -78,9 +78,9 @@ def test_a_part_that_fails_is_a_row_with_its_reason(
     monkeypatch.setattr(torch, "tensor", lambda values, device: tensor(values))
     monkeypatch.setattr("torch.distributed.broadcast", lambda tensor, source: None)
     attempt("sweep", part, rows, left)  # pyright: ignore[reportArgumentType]
-    assert rows.found == [{"op": "sweep", "impl": "imbrex", "skipped": reason}]
+    assert rows.entries == [{"op": "sweep", "impl": "imbrex", "skipped": reason}]
     assert len(calls) == (left > 0)
-    assert describe(rows.found[0]) == f"sweep imbrex: skipped {reason}"
+    assert describe(rows.entries[0]) == f"sweep imbrex: skipped {reason}"
 
 
 def test_a_result_that_a_run_wrote_is_no_change_of_the_code(

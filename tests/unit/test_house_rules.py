@@ -149,6 +149,9 @@ SAMPLES_OF_RULES = [
     ("doors", "src/imbrex/adapters/vllm.py", "from imbrex.exchange import rows\nrows.by_kernels(x)\n"),
     ("doors", "src/imbrex/adapters/vllm.py", "import imbrex\nimbrex.VERSION\n"),
     ("bare", "src/imbrex/layer.py", "found = 1\n"),
+    ("bare", "src/imbrex/layer.py", "def f(told):\n    pass\n"),
+    ("bare", "src/imbrex/layer.py", "def f(self):\n    self._kept = 1\n"),
+    ("bare", "src/imbrex/layer.py", "def _given():\n    pass\n"),
 ]
 FINE = [
     ("parameters", "src/imbrex/adapters/vllm.py", f"def f({SEVENTEEN}):\n    pass\n"),

@@ -113,35 +113,35 @@ def _numbers(flag: str, text: str) -> list[int]:
     return numbers
 
 
-def _print(num_ranks: int, num_slots: int, found: Replay) -> None:
-    mean_I = found.imbalance_I
+def _print(num_ranks: int, num_slots: int, outcome: Replay) -> None:
+    mean_I = outcome.imbalance_I
     print(
-        f"{num_ranks:>5} {num_slots:>6} {found.policy:<13} {mean_I.mean():>8.4f} "
-        f"{np.quantile(mean_I, 0.9):>8.4f} {found.imbalance_IL.max():>8.4f} {found.fetched_I.sum():>8}"
+        f"{num_ranks:>5} {num_slots:>6} {outcome.policy:<13} {mean_I.mean():>8.4f} "
+        f"{np.quantile(mean_I, 0.9):>8.4f} {outcome.imbalance_IL.max():>8.4f} {outcome.fetched_I.sum():>8}"
     )
 
 
-def _story(test: LoadHistory, num_ranks: int, num_slots: int, found: Replay) -> Story:
+def _story(test: LoadHistory, num_ranks: int, num_slots: int, outcome: Replay) -> Story:
     return Story(
         layers=test.layers,
-        loads_ILW=found.loads_ILW,
+        loads_ILW=outcome.loads_ILW,
         counts_ILE=test.counts_ILE.astype(np.float64),
-        switched=[(i, 0) for i in np.flatnonzero(found.fetched_I).tolist()],
+        switched=[(i, 0) for i in np.flatnonzero(outcome.fetched_I).tolist()],
         facts={
-            "policy": f"{found.policy}: {POLICIES[found.policy]}",
+            "policy": f"{outcome.policy}: {POLICIES[outcome.policy]}",
             "ranks, slots": f"{num_ranks}, {num_slots}",
-            "mean imbalance": f"{found.imbalance_I.mean():.4f}",
-            "experts fetched": str(found.fetched_I.sum()),
+            "mean imbalance": f"{outcome.imbalance_I.mean():.4f}",
+            "experts fetched": str(outcome.fetched_I.sum()),
         },
     )
 
 
-def _row(num_ranks: int, num_slots: int, found: Replay) -> dict:
+def _row(num_ranks: int, num_slots: int, outcome: Replay) -> dict:
     return {
         "ranks": num_ranks,
         "slots": num_slots,
-        "policy": found.policy,
-        "imbalance": found.imbalance_IL.round(5).tolist(),
-        "loads": found.loads_ILW.round(2).tolist(),
-        "fetched": found.fetched_I.tolist(),
+        "policy": outcome.policy,
+        "imbalance": outcome.imbalance_IL.round(5).tolist(),
+        "loads": outcome.loads_ILW.round(2).tolist(),
+        "fetched": outcome.fetched_I.tolist(),
     }

@@ -166,14 +166,14 @@ def hint(out: Path, args: argparse.Namespace) -> str:
     """Advice after a run that ended early."""
     from imbrex.parallel import checkpoint
 
-    if args.overwrite and _kept(out, args):
+    if args.overwrite and _is_still_there(out, args):
         return f"the earlier run in {out} is as it was"
     if checkpoint.latest(out / CHECKPOINT) is None:
         return "it ended before its first checkpoint: start anew, with --overwrite"
     return "give --resume to go on from the last complete checkpoint"
 
 
-def _kept(out: Path, args: argparse.Namespace) -> bool:
+def _is_still_there(out: Path, args: argparse.Namespace) -> bool:
     """Whether the run that was to be replaced is still there."""
     try:
         before = earlier(out)

@@ -299,7 +299,7 @@ class Again:
 
     def __init__(self, x_TD: Tensor, dispatched: Dispatched) -> None:
         handle, rows_RD = dispatched.handle, dispatched.rows_RD
-        self._maker, self._given = handle.maker, (x_TD.detach(), handle.state, rows_RD.shape[0])
+        self._maker, self._inputs = handle.maker, (x_TD.detach(), handle.state, rows_RD.shape[0])
         # Of the rows themselves nothing is kept once the context is left.
         self._seen = rows_RD.untyped_storage(), rows_RD.dtype, rows_RD._version, rows_RD.storage_offset()
         self._wanted: Callable[[], _Rows | None] = lambda: None
@@ -333,7 +333,7 @@ class Again:
 
     def fetch(self) -> Tensor:
         """Dispatch them. Every rank must."""
-        rows_RD, place = dispatcher_by(self._maker).redispatch(*self._given), self._wanted()
+        rows_RD, place = dispatcher_by(self._maker).redispatch(*self._inputs), self._wanted()
         if place is not None:
             place.rows_RD = rows_RD
         return rows_RD

@@ -70,12 +70,12 @@ def struct(source: str, name: str) -> Any:
     return kind
 
 
-def _constructor(made: type[Struct], fields: Sequence[tuple[str, Any]]) -> Any:
+def _constructor(cls: type[Struct], fields: Sequence[tuple[str, Any]]) -> Any:
     """`__init__` of a struct: one call packs all fields, since launches wait for it (routing's 30 fields: 8
     us, 17 by a loop over them)."""
     layout, at, values = "<", 0, []
     for name, kind in fields:
-        field = getattr(made, name)
+        field = getattr(cls, name)
         layout += f"{field.offset - at}x"
         at = field.offset + field.size
         if kind is ctypes.c_void_p:
@@ -89,9 +89,9 @@ def _constructor(made: type[Struct], fields: Sequence[tuple[str, Any]]) -> Any:
         else:
             layout += f"{field.size}s"
             values.append(f"bytes({name})")
-    pack = Packing(f"{layout}{ctypes.sizeof(made) - at}x").pack_into
+    pack = Packing(f"{layout}{ctypes.sizeof(cls) - at}x").pack_into
     names = {"pack": pack}
-    exec(f"def __init__(self, *, {', '.join(made.names)}):\n    pack(self, 0, {', '.join(values)})", names)
+    exec(f"def __init__(self, *, {', '.join(cls.names)}):\n    pack(self, 0, {', '.join(values)})", names)
     return names["__init__"]
 
 

@@ -87,16 +87,16 @@ def _contention(layer: _Layer) -> Contention:
 
 
 def _corrections(
-    layer: _Layer, made: Profile, degrees: Sequence[int], scheduler: str | None, repeats: int
+    layer: _Layer, profile: Profile, degrees: Sequence[int], scheduler: str | None, repeats: int
 ) -> dict[tuple[str, int], tuple[float, float]]:
     """Corrections of what tasks alone do not show, from whole runs of every candidate in turn.
 
     The least of several noisy times is too small, and the more so the more there are. So the fastest is run
     again by itself, and what that says counts; if another is the fastest then, that one is, and so on.
     """
-    predictions = [predict(made, name, r) for r in degrees for name in candidates(r, scheduler)]
+    predictions = [predict(profile, name, r) for r in degrees for name in candidates(r, scheduler)]
     guesses = {(g.scheduler, g.degree): g for g in predictions}
-    strategies = {key: Pipelined(*key, times=made.even_times(key[1])) for key in guesses}
+    strategies = {key: Pipelined(*key, times=profile.even_times(key[1])) for key in guesses}
     seconds, again = layer.time_whole(strategies, repeats), set[tuple[str, int]]()
     while (best := min(seconds, key=lambda key: sum(seconds[key]))) not in again:
         seconds |= layer.time_whole({best: strategies[best]}, repeats)

@@ -31,10 +31,10 @@ class Learned:
         return statistics.stdev(self.nats.values()) if len(self.nats) > 1 else 0.0
 
 
-def learned(found: Sequence[dict[str, Any]]) -> list[Learned]:
+def learned(runs: Sequence[dict[str, Any]]) -> list[Learned]:
     """Results by variant, in the order they first appear; see `training.train` for a result."""
     by_variant: dict[str, dict[int, float]] = {}
-    for run in found:
+    for run in runs:
         by_variant.setdefault(run["variant"], {})[run["seed"]] = run["held_out_nats"]
     plain = by_variant.get("none", {})
     return [
@@ -47,13 +47,13 @@ def learned(found: Sequence[dict[str, Any]]) -> list[Learned]:
     ]
 
 
-def summary(found: Sequence[dict[str, Any]]) -> list[str]:
+def summary(runs: Sequence[dict[str, Any]]) -> list[str]:
     """Lines of a table in Markdown."""
     lines = [
         "| variant | nats a byte held out | perplexity | minus `none`, seed by seed |",
         "|---|---|---|---|",
     ]
-    for run in learned(found):
+    for run in learned(runs):
         apart = ", ".join(f"{value:+.4f}" for _, value in sorted(run.apart.items()))
         mean = f"{run.mean:.4f} ± {run.spread:.4f}"
         lines.append(f"| {run.variant} | {mean} | {perplexity(run.mean):.2f} | {apart} |")

@@ -106,7 +106,7 @@ def measure(world: int, rounds: int) -> list[dict[str, Any]]:
 def _sweep(rank: int, world: int, rounds: int) -> list[dict[str, Any]]:
     rows = Rows(rank, Clock(n=rounds))
     sweep(rows, world)
-    return rows.found
+    return rows.entries
 
 
 def sweep_of_file(dtype: str) -> tuple[Curves, str]:

@@ -137,7 +137,7 @@ class _Runner:
         self.layer = imbrex.MoELayer(
             config, dist.group.WORLD, transport="alltoall", schedule=schedule, observer=self.recorder
         )
-        self.layer.gate.project = _given(way.skew, load)
+        self.layer.gate.project = _projection(way.skew, load)
         self.sleeping = False
         self.layer.experts.register_forward_pre_hook(lambda *_: self._sleep("experts"))
         self.seconds: list[float] = []
@@ -193,7 +193,7 @@ def largest(value: float) -> float:
     return float(tensor)
 
 
-def _given(skew: str, load: Load) -> Callable[..., Tensor]:
+def _projection(skew: str, load: Load) -> Callable[..., Tensor]:
     """Logits that choose by `skew`, the same in every step; the gate's own decide the weights."""
     shape = Shape(
         hidden_size=load.width, intermediate_size=load.inner, num_experts=load.experts, top_k=load.top_k

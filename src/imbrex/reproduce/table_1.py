@@ -80,6 +80,6 @@ def _growth() -> str:
     )
 
 
-def _spread(found: dict[int, Timed]) -> str:
-    shares = [_share(times) for times in found.values()]
+def _spread(timed: dict[int, Timed]) -> str:
+    shares = [_share(times) for times in timed.values()]
     return f"Here the share is {min(shares):.0%} to {max(shares):.0%}: layers alike, nothing outside of them."

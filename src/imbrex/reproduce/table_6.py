@@ -65,18 +65,18 @@ def picture(every: Sequence[Learned]) -> str:
     return chart.dots(columns, "nats a byte over no codec, by seed", bands=(-TOLERANCE_NATS, TOLERANCE_NATS))
 
 
-def row_of(found: dict[str, Any], size: Size) -> dict[str, Any]:
+def row_of(run: dict[str, Any], size: Size) -> dict[str, Any]:
     """A row of the result file."""
     case = {
         **asdict(size.shape),
         **{name: value for name, value in asdict(size.recipe).items() if name != "seed"},
         "held_out_batches": size.held_out,
         "W": RANKS,
-        "text": found["text"],
-        "seed": found["seed"],
+        "text": run["text"],
+        "seed": run["seed"],
     }
-    columns = {name: found[name] for name in ("held_out_nats", "curve", "parameters", "seconds")}
-    return {"op": "train", "impl": found["variant"], "case": case, **columns}
+    columns = {name: run[name] for name in ("held_out_nats", "curve", "parameters", "seconds")}
+    return {"op": "train", "impl": run["variant"], "case": case, **columns}
 
 
 def _line(one: Learned) -> tuple[str, ...]:

@@ -57,9 +57,9 @@ def train_all(
         return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
-def _result(kept: Path, task: Task) -> Path:
+def _result(folder: Path, task: Task) -> Path:
     variant, seed = task
-    return kept / f"{variant.replace(', ', '-').replace(' ', '-')}-{seed}.json"
+    return folder / f"{variant.replace(', ', '-').replace(' ', '-')}-{seed}.json"
 
 
 def _member(
@@ -69,7 +69,7 @@ def _member(
     corpus: Corpus,
     size: Size,
     meeting: Path,
-    kept: Path,
+    folder: Path,
     stop_at: float,
 ) -> None:
     torch.set_num_threads(1)
@@ -87,7 +87,7 @@ def _member(
         if rank == 0:
             _tell(variant, seed, result)
             row = {"variant": variant, "seed": seed, "text": _text(corpus), **result}
-            _result(kept, tasks[number]).write_text(json.dumps(row))
+            _result(folder, tasks[number]).write_text(json.dumps(row))
     dist.barrier()
     leave()
 

@@ -60,11 +60,11 @@ def check_schedule(
             _tell(group, problem)
 
 
-def _tell(group: dist.ProcessGroup | None, found: str) -> None:
-    problems: list[Any] = [found]
+def _tell(group: dist.ProcessGroup | None, problem: str) -> None:
+    problems: list[Any] = [problem]
     if group is not None:
         problems = [None] * dist.get_world_size(group)
-        dist.all_gather_object(problems, found, group=group)
+        dist.all_gather_object(problems, problem, group=group)
     for rank, text in enumerate(problems):
         require(not text, f"rank {rank}: {text}")
 

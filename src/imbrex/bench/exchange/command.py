@@ -98,10 +98,10 @@ def work(rank: int, world: int, parts: dict[str, Part], command: str, options: d
         attempt(name, partial(part, rows, world), rows, options["seconds"] - (time.monotonic() - begun))
         if rank == 0:
             print(f"-- {name} done after {time.monotonic() - begun:.0f} s", flush=True)
-            if path is not None and rows.found:
+            if path is not None and rows.entries:
                 run = describe_run(command, limits) | {"definitions": DEFINITIONS}
-                write_results(path, QUESTION, run, rows.found)
-    return len(rows.found)
+                write_results(path, QUESTION, run, rows.entries)
+    return len(rows.entries)
 
 
 def attempt(name: str, part: Callable[[], None], rows: Rows, seconds_left: float) -> None:

@@ -39,7 +39,7 @@ class Rows:
 
     def __init__(self, rank: int, clock: Clock) -> None:
         self.rank, self.clock = rank, clock
-        self.found: list[dict[str, Any]] = []
+        self.entries: list[dict[str, Any]] = []
         self.push_gbps = 0.0
         self.launched: dict[str, int] = {}
 
@@ -96,7 +96,7 @@ class Rows:
         return median
 
     def add(self, row: dict[str, Any]) -> None:
-        self.found.append(row)
+        self.entries.append(row)
         if self.rank == 0:
             print(describe(row), flush=True)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from imbrex.bench.experts.work import Work
 
 Way = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
-"""A function and what it is given."""
+"""A function and its inputs."""
 
 
 def ffn(rows_RD: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor, ends_e: Tensor) -> Tensor:
@@ -66,6 +66,6 @@ def sum_by_bag(*inputs: Tensor) -> Tensor:
     return F.embedding_bag(position_R, rows_RD, starts_T, mode="sum", per_sample_weights=weights_R)
 
 
-def _gathered(*given: Any) -> Tensor:
-    x_TD, gate_up_eGD, down_eDF, ends_e, source_R = given
+def _gathered(*inputs: Any) -> Tensor:
+    x_TD, gate_up_eGD, down_eDF, ends_e, source_R = inputs
     return ffn(x_TD[source_R], gate_up_eGD, down_eDF, ends_e)

@@ -277,8 +277,8 @@ class Race:
         one of them, and a backward another."""
         (rival,) = (rival for rival in self.rivals if type(rival) is GatherScatter)
         rival.forward(inputs.x_TD, inputs.routing.ids_TK, inputs.routing.weights_TK, keep=True)
-        _, _, index, out_RD, weights_R1, _ = rival.kept
-        rival.kept = ()
+        _, _, index, out_RD, weights_R1, _ = rival.saved
+        rival.saved = ()
         pool = self.world * len(inputs.x_TD)
         calls = {"sum": lambda: rival.sum_rows(out_RD, weights_R1, pool, *index)}
         return round(
@@ -294,9 +294,9 @@ class Race:
             exchange.close()
 
 
-def difference(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
-    """The largest relative error of a tensor of `found`, in the L2 norm."""
-    pairs = zip(found, truth, strict=True)
+def difference(result: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
+    """The largest relative error of a tensor of `result`, in the L2 norm."""
+    pairs = zip(result, truth, strict=True)
     return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
 
 

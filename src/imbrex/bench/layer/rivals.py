@@ -38,20 +38,20 @@ class Ffn:
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
-        self.kept: tuple[Any, ...] = ()
+        self.saved: tuple[Any, ...] = ()
 
     def forward(self, rows_RD: Tensor, ends_e: Tensor, *, keep: bool = False) -> Tensor:
         gate_up_RG = F.grouped_mm(rows_RD, self.weights.gate_up_eGD.mT, offs=ends_e)
         gate_RF, up_RF = gate_up_RG.chunk(2, -1)
         act_RF = F.silu(gate_RF) * up_RF
         if keep:
-            self.kept = rows_RD, ends_e, gate_up_RG, act_RF
+            self.saved = rows_RD, ends_e, gate_up_RG, act_RF
         return F.grouped_mm(act_RF, self.weights.down_eDF.mT, offs=ends_e)
 
     def backward(self, d_out_RD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """d_rows, d_gate_up, d_down."""
-        rows_RD, ends_e, gate_up_RG, act_RF = self.kept
-        self.kept = ()
+        rows_RD, ends_e, gate_up_RG, act_RF = self.saved
+        self.saved = ()
         gate_RF, up_RF = gate_up_RG.chunk(2, -1)
         d_act_RF = F.grouped_mm(d_out_RD, self.weights.down_eDF, offs=ends_e)
         d_down = F.grouped_mm(d_out_RD.T, act_RF, offs=ends_e)
@@ -80,7 +80,7 @@ class AllToAll:
     ) -> None:
         self.ffn, self.num_experts, self.world_size = Ffn(weights), num_experts, world_size
         self.group = group
-        self.kept: tuple[Any, ...] = ()
+        self.saved: tuple[Any, ...] = ()
 
     def _cross(self, rows: Tensor, out_sizes: list[int], in_sizes: list[int]) -> Tensor:
         out = rows.new_empty(sum(out_sizes), rows.shape[1])
@@ -107,12 +107,12 @@ class AllToAll:
         unsort_R, unsort_N = _inverse(sort_R), _inverse(order_N)
         back_TKD = self._cross(out_RD[unsort_R], leaving, got)[unsort_N].view(tokens, choices, -1)
         if keep:
-            self.kept = order_N, unsort_N, sort_R, unsort_R, leaving, got, back_TKD, weights_TK
+            self.saved = order_N, unsort_N, sort_R, unsort_R, leaving, got, back_TKD, weights_TK
         return torch.bmm(weights_TK[:, None].to(x_TD.dtype), back_TKD).squeeze(1)
 
     def backward(self, d_y_TD: Tensor) -> Gradients:
-        order_N, unsort_N, sort_R, unsort_R, leaving, got, back_TKD, weights_TK = self.kept
-        self.kept, (tokens, choices) = (), weights_TK.shape
+        order_N, unsort_N, sort_R, unsort_R, leaving, got, back_TKD, weights_TK = self.saved
+        self.saved, (tokens, choices) = (), weights_TK.shape
         d_weights_TK = torch.bmm(back_TKD, d_y_TD[:, :, None]).squeeze(2).float()
         d_back_TKD = weights_TK[:, :, None].to(d_y_TD.dtype) * d_y_TD[:, None]
         d_out_RD = self._cross(d_back_TKD.view(tokens * choices, -1)[order_N], got, leaving)[sort_R]
@@ -131,7 +131,7 @@ class GatherScatter:
     ) -> None:
         self.ffn, self.world_size, self.rank, self.group = Ffn(weights), world_size, rank, group
         self.local = num_experts // world_size
-        self.kept: tuple[Any, ...] = ()
+        self.saved: tuple[Any, ...] = ()
 
     def _gather(self, x: Tensor) -> Tensor:
         out = x.new_empty(self.world_size * x.shape[0], x.shape[1])
@@ -167,12 +167,12 @@ class GatherScatter:
         weights_R1 = weights[choice_R, None].to(out_RD.dtype)
         index = self.index_sums(source_R, len(pool))
         if keep:
-            self.kept = choice_R, source_R, index, out_RD, weights_R1, (tokens, choices)
+            self.saved = choice_R, source_R, index, out_RD, weights_R1, (tokens, choices)
         return self._send_home(self.sum_rows(out_RD, weights_R1, len(pool), *index))
 
     def backward(self, d_y_TD: Tensor) -> Gradients:
-        choice_R, source_R, index, out_RD, weights_R1, (tokens, choices) = self.kept
-        self.kept = ()
+        choice_R, source_R, index, out_RD, weights_R1, (tokens, choices) = self.saved
+        self.saved = ()
         d_y_RD = self._gather(d_y_TD)[source_R]
         d_weights = torch.zeros(self.world_size * tokens * choices, device=d_y_TD.device)
         d_weights[choice_R] = torch.linalg.vecdot(out_RD, d_y_RD).float()

@@ -75,11 +75,11 @@ _overridden: dict[tuple[Layout, Epilogue], Tiling] = {}
 
 
 @contextmanager
-def override_tilings(given: Mapping[tuple[Layout, Epilogue], Tiling]) -> Iterator[None]:
+def override_tilings(tilings: Mapping[tuple[Layout, Epilogue], Tiling]) -> Iterator[None]:
     """A context in which products with such a layout and epilogue are cut like this, in every thread: to
     measure other tiles than the chosen ones. The same bits; KernelError where the kernel cannot be cut so."""
     before = dict(_overridden)
-    _overridden.update(given)
+    _overridden.update(tilings)
     try:
         yield
     finally:
