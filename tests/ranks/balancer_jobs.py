@@ -256,6 +256,11 @@ class WholeExperts(nn.Module):
         drawn = [torch.Generator().manual_seed(e) for e in expert_ids]
         rows = [torch.randint(-1, 2, (width, width), generator=g) for g in drawn]
         self.weight = nn.Parameter(torch.stack(rows).float())
+        self.copied = self.weight.detach().clone()
+
+    def weights_written(self, slots):
+        """Bring the copy up to date where the balancer says."""
+        self.copied[slots] = self.weight.detach()[slots]
 
     def forward(self, dispatched):
         rows = dispatched.rows_RD.split(dispatched.counts_e.tolist())
@@ -312,7 +317,8 @@ def infer_exactly(
         switched += len(balancer.step())
     balancer.settle()
     balancer.close()
-    return {"wrong": wrong, "switched": switched}
+    stale = sum(int((layer.experts.copied != layer.experts.weight).sum()) for layer in layers)
+    return {"wrong": wrong, "switched": switched, "stale": stale}
 
 
 class Unlucky(Mover):

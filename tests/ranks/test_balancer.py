@@ -144,6 +144,7 @@ def test_hundreds_of_switches_change_no_bit(pool: Pool) -> None:
     assert {one["switched"] for one in found} == {found[0]["switched"]}
     assert found[0]["switched"] >= 250
     assert [one["wrong"] for one in found] == [0] * 2
+    assert [one["stale"] for one in found] == [0] * 2, "experts did not hear which weights were written"
 
 
 def test_a_slow_rank_is_waited_for(pool: Pool, still: Still) -> None:
