@@ -163,8 +163,8 @@ class TieredDispatcher(BytesDispatcher):
     def _meet(self, parts: Sequence[tuple[Tensor, Routing]]) -> Leaving:
         """Ranks tell each other what leaves: in one message, two where replicas are chosen by what all ranks
         say. All that can be made before an answer is waited for is."""
-        placement, sizes = self.geometry.placement, [len(x_TD) for x_TD, _ in parts]
         header, unread = self._checked(parts), None
+        placement, sizes = self.geometry.placement, [len(x_TD) for x_TD, _ in parts]
         ids = [routing.ids_TK for _, routing in parts]
         ids_TK = join_parts(ids)
         if placement.has_replicas:
