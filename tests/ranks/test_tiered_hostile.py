@@ -230,7 +230,7 @@ def go_on_behind_a_loss(ranks: Ranks) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(waits, "finish", lose)
         with pytest.raises(imbrex.RankLostError):
-            node.exchange_counts(torch.tensor([1, 2]))
+            node.finish("plan", None)
     try:
         node.begin(INSIDE, "combine", torch.empty(0, 4), [3, 3])
     except imbrex.RankLostError as error:
