@@ -10,7 +10,6 @@ from docs.tables.results import RESULTS, Row, Table, last_run, read, select
 from imbrex.reproduce.aristos_loss import NONE, error
 
 NOT_YET = "*Not measured on a quiet machine yet.*"
-NOT_ON_TWO = "*Not measured on two GPUs yet.*"
 SERIAL, EVENTS, PATIENT = "serial's kernels", "events", "events, patient"
 LAYER = "layer "
 """Before the name of what is timed, where it is a whole layer."""
@@ -36,10 +35,10 @@ def one_gpu() -> Table | str:
     return _one_gpu(last_run(row for row in read("events") if not row["op"].startswith(LAYER)))
 
 
-def layers() -> Table | str:
+def layers() -> Table:
     """A whole layer by events beside serial, a GPU for every rank."""
     rows = [row for row in read("events") if row["op"].startswith(LAYER)]
-    return _layers(last_run(rows)) if rows else NOT_ON_TWO
+    return _layers(last_run(rows))
 
 
 def _newest(name: str, table: Callable[[list[Row]], Table]) -> Table | str:

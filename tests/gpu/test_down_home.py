@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -16,6 +13,7 @@ from imbrex.kernels.gemm.tiling import PAIRED, SHARED, SMALL, Tiling, override_t
 from imbrex.placement.layouts import contiguous
 from tests.emulated.down_home import apart, begin, differences, together
 from tests.emulated.scenario import Case
+from tests.gpu.sanitizer import check_tests
 from tests.gpu.stalling import Stalling
 
 pytestmark = pytest.mark.gpu
@@ -68,16 +66,4 @@ def test_many_calls_with_delays_in_them() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizers_find_nothing(tool: str) -> None:
-    if shutil.which("compute-sanitizer") is None:
-        pytest.skip("compute-sanitizer is not installed")
-    test = f"{__file__}::test_bits_are_those_of_two_launches[four ranks-shared]"
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-    command += ["--report-api-errors", "no"] if tool == "memcheck" else []
-    ran = subprocess.run(
-        [*command, sys.executable, "-m", "pytest", "-q", "-m", "gpu", test],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout[-4000:]
+    check_tests(tool, f"{__file__}::test_bits_are_those_of_two_launches[four ranks-shared]")

@@ -3,9 +3,6 @@ combine."""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -17,6 +14,7 @@ from tests.emulated.others_first import together
 from tests.emulated.rows_out import begin as begin_rows
 from tests.emulated.rows_out import beside
 from tests.emulated.scenario import Case, make_exchange
+from tests.gpu.sanitizer import check_tests
 from tests.gpu.stalling import Stalling
 from tests.gpu.test_down_home import blocks_of, tiled
 
@@ -68,16 +66,4 @@ def test_movers_find_own_rows() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizers_find_nothing(tool: str) -> None:
-    if shutil.which("compute-sanitizer") is None:
-        pytest.skip("compute-sanitizer is not installed")
-    test = f"{__file__}::test_bits_are_those_of_two_launches[four ranks]"
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-    command += ["--report-api-errors", "no"] if tool == "memcheck" else []
-    ran = subprocess.run(
-        [*command, sys.executable, "-m", "pytest", "-q", "-m", "gpu", test],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout[-4000:]
+    check_tests(tool, f"{__file__}::test_bits_are_those_of_two_launches[four ranks]")
