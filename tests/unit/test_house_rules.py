@@ -337,6 +337,7 @@ def test_a_wide_or_mutable_contract_is_found() -> None:
         'def f():\n    """The same of rows."""\n',
         'POLL_S = 1\n"""Between two looks, in seconds."""\n',
         'def f():\n    """Its sum."""\n',
+        'def f():\n    """Called when rows have come."""\n',
         'class A:\n    """rows_RD, sums: as they came. more: the rest."""\n',
         'def f():\n    """Rows as they came\n\n    Then more.\n    """\n',
     ],
@@ -350,6 +351,7 @@ def test_a_headless_docstring_is_found(text: str) -> None:
     [
         '"""Which rows cross, seen from one rank."""\n',
         'class A:\n    """The rows. more: the rest."""\n',
+        'def f():\n    """Encoded rows, and rows that are kept for the backward."""\n',
         'def f():\n    """int64 [T] of this rank:\n\n        f()\n    """\n',
         "MOST = 16\n",
     ],

@@ -236,7 +236,7 @@ class Seat:
             return self.strategy.run(x_TD, routing, self.exchange, Held(self.experts, module), None).y_TD
 
     def begin(self, width: int, top_k: int, dtype: torch.dtype) -> None:
-        """Before the first call, which knows the width, K and the dtype of tokens."""
+        """Make the exchange, at the first call: only that knows the width, K and the dtype of tokens."""
         size = 1 if self.group is None else self.group.size()
         self.exchange = Exchange(
             contiguous(self.num_local * size, size),
@@ -302,7 +302,7 @@ def _implementation(choices: Choices) -> type:
 
 @in_trace_too
 def _begin(implementation: Any, width: int, top_k: int, dtype: torch.dtype) -> None:
-    """Before the first call: FSDP has come since the implementation was made."""
+    """Make the seat ready at the first call: FSDP has come since the implementation was made."""
     meshes = implementation.ep_mesh, implementation.tp_mesh
     implementation.mean_over = spare_copies(implementation.experts, *meshes)
     implementation.seat.begin(width, top_k, dtype)

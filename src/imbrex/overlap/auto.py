@@ -28,8 +28,8 @@ FUSED_CALLED = 0.98
 """Times as fast that `fused` must be as it is called: what is within the noise of a host that queues more
 slowly than its GPU works."""
 ROLES = (Roles(stage=32, sums=8), Roles(stage=96, sums=24), Roles(stage=128, sums=32), Roles(dy=0))
-"""Tried beside the default. The first number counts most in the forward, the second in the backward alone, so
-that four runs try four of each."""
+"""Divisions that are timed beside the default. The first number counts most in the forward, the second in the
+backward alone, so that four runs try four of each."""
 
 
 class Auto:

@@ -135,7 +135,7 @@ class _Layer:
 
     @torch.no_grad()
     def time_tasks(self, degree: int) -> Seconds:
-        """Summed over chunks, one task after the other."""
+        """Seconds by kind of task, summed over the chunks, one task after the other."""
         clock = self.clock()
         forward: Any = clock.timed("plan", lambda: self.begin(degree))
         execute_timed(degree, forward, clock)

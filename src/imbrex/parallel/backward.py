@@ -140,7 +140,8 @@ class BackwardSync:
         return {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
 
     def _hook(self, number: int) -> Callable[[Tensor], None]:
-        """Called when the gradient of a parameter of bucket `number` has been added to what was there."""
+        """Make the hook that torch calls when it has added to the gradient of a parameter of bucket
+        `number`."""
 
         def came(parameter: Tensor) -> None:
             if not self._paused:

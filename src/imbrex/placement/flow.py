@@ -109,7 +109,7 @@ class Layout:
 
 @lru_cache(maxsize=1024)
 def layout_of(placement: Placement) -> Layout:
-    """Kept for the placements in use: one for each layer."""
+    """The arrays of a placement, kept for those in use: one for each layer."""
     slots_of: list[list[int]] = [[] for _ in range(placement.num_experts)]
     for slot, expert in enumerate(placement.slots):
         if expert >= 0:

@@ -103,15 +103,19 @@ def _read_tensorrt_llm(path: Path) -> LoadHistory:
     return _from_cells(counts, int(meta.get("num_experts_per_token", 0)))
 
 
-def _from_cells(found: dict[tuple[int, int], Ints], top_k: int = 0) -> LoadHistory:
+def _from_cells(counts: dict[tuple[int, int], Ints], top_k: int = 0) -> LoadHistory:
     """Build a history from counts by (iteration, layer). Every iteration must have every layer."""
-    iterations, layers = (sorted(set(numbers)) for numbers in zip(*found, strict=True))
+    iterations, layers = (sorted(set(numbers)) for numbers in zip(*counts, strict=True))
     for iteration in range(iterations[0], iterations[-1] + 1):
         for layer in layers:
-            if (iteration, layer) not in found:
+            if (iteration, layer) not in counts:
                 raise ValueError(f"layer {layer} is missing in iteration {iteration}")
-    counts = np.stack([np.stack([found[i, layer] for layer in layers]) for i in iterations])
-    return LoadHistory(counts_ILE=counts, layers=tuple(layers), top_k=top_k, first_iteration=iterations[0])
+    return LoadHistory(
+        counts_ILE=np.stack([np.stack([counts[i, layer] for layer in layers]) for i in iterations]),
+        layers=tuple(layers),
+        top_k=top_k,
+        first_iteration=iterations[0],
+    )
 
 
 def _from_counts(counts: Any) -> LoadHistory:

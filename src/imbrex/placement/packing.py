@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Held = NDArray[np.bool_]
 MOST_PLACEMENTS = 30_000
-"""About 20 ms on one core."""
+"""The number of placements up to which all are compared, in about 20 ms on one core."""
 
 
 def spread(num_slots: int, num_ranks: int) -> tuple[int, ...]:

@@ -97,7 +97,7 @@ def imbalance_of(loads_ILW: Floats) -> Floats:
 
 
 def mean_over_layers(values_IL: Floats, loads_ILW: Floats) -> Floats:
-    """Over layers that had choices; NaN where an iteration had none."""
+    """The mean over the layers that had choices, by iteration; NaN where none had."""
     had_IL = loads_ILW.any(-1)
     number_I = had_IL.sum(1)
     total_I = np.where(had_IL, values_IL, 0.0).sum(1)

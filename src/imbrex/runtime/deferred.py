@@ -43,7 +43,7 @@ class Deferral:
             _current.reset(token)
 
     def add(self, weight: Tensor, gradient: Gradient) -> None:
-        """Called in the backward: `gradient` computes that of `weight`."""
+        """Note, in the backward, that `gradient` computes the gradient of `weight`."""
         self._products.append((weight, gradient))
 
     def take(self) -> list[tuple[Tensor, Gradient]]:

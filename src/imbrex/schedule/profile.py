@@ -14,7 +14,7 @@ from imbrex.schedule.contention import Contention
 from imbrex.schedule.tasks import Kind, Order, Times, tasks
 
 Points = Mapping[str, Sequence[tuple[float, float]]]
-"""Measured (tokens of a chunk, seconds) by the kind of task, and `plan`."""
+"""Pairs (tokens of a chunk, seconds) as measured, by the kind of task, and `plan`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,8 +33,8 @@ Cache = tuple[Tensor, ...]
 FEW, BLOCK = 4, 128
 """Tokens a row that `flex_attention` takes, and keys of a block of its mask."""
 FLEX: dict[str, Any] = {"BLOCK_N": 32, "num_stages": 4, "num_warps": 2}
-"""Its tiles: of those raced (`benchmarks/attention.py`) within 4 % of the best from 8 to 128 rows. Its own
-choice of one stage takes up to 1.6 times as long."""
+"""The tiles of `flex_attention`: of those that `benchmarks/attention.py` times, within 4 % of the best from 8
+to 128 rows. torch's own choice of one stage takes up to 1.6 times as long."""
 SHAPES = 64
 """Steps of different sizes that a process may compile attention for."""
 FLASH_DTYPES = (torch.bfloat16, torch.float16)

@@ -32,8 +32,8 @@ IDEAS: Mapping[str, tuple[Layout, Layout]] = {
         Layout(transport="hierarchical", schedule="events"),
     ),
 }
-"""Without and with each idea. One kernel for a whole layer, and events, are as their designs say: across
-nodes neither is measured. The fused kernels that were, on 2 GPUs, move rows over NVLink."""
+"""Layouts without and with each idea. One kernel for a whole layer, and events, are as their designs say:
+across nodes neither is measured. The fused kernels that were, on 2 GPUs, move rows over NVLink."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -72,7 +72,7 @@ def sequential(crowd: Crowd, fabric: Fabric) -> Flow:
 
 
 def two_level(crowd: Crowd, fabric: Fabric) -> Flow:
-    """Inside the node first, all rows, then to the ranks of equal place: few large messages."""
+    """All rows inside the node first, then to the ranks of equal place: few large messages."""
     per_rank = crowd.tokens * crowd.row_bytes * wanted(crowd, 1)
     near, *far = fabric.peers(crowd.ranks)
     size = near + 1
@@ -85,7 +85,7 @@ def two_level(crowd: Crowd, fabric: Fabric) -> Flow:
 
 
 def hierarchical(crowd: Crowd, fabric: Fabric, pieces: int = 4) -> Flow:
-    """Once to every node that a token wants, and on to its ranks, piece by piece."""
+    """A token once to every node that it wants, and on to its ranks, piece by piece."""
     near, *far = fabric.peers(crowd.ranks)
     size = near + 1
     nodes = crowd.ranks / size
@@ -99,7 +99,7 @@ def hierarchical(crowd: Crowd, fabric: Fabric, pieces: int = 4) -> Flow:
 
 
 def tiered(crowd: Crowd, fabric: Fabric) -> Flow:
-    """Once to every node that a token wants, in one message, and then on to its ranks."""
+    """A token once to every node that it wants, in one message, and then on to its ranks."""
     near, *far = fabric.peers(crowd.ranks)
     messages = (float(near), *(number / (near + 1) for number in far))
     return Flow(nbytes=hierarchical(crowd, fabric).nbytes, messages=messages, serial=True)

@@ -217,13 +217,13 @@ class BackendBase:
             return f"rows are {rows_ND.dtype}; give bfloat16, float16 or float32"
         return self.wrong_device(rows_ND)
 
-    def check_alike(self, call: str, settings: Mapping[str, int], told: list[list[int]]) -> None:
-        """ValueError on every rank where settings differ. told: the settings of every rank."""
+    def check_alike(self, call: str, settings: Mapping[str, int], every_rank: list[list[int]]) -> None:
+        """Raise on every rank where settings differ. every_rank: the values of all of them."""
         for place, name in enumerate(settings):
-            for rank, values in enumerate(told):
-                if values[place] != told[0][place]:
+            for rank, values in enumerate(every_rank):
+                if values[place] != every_rank[0][place]:
                     raise ValueError(
-                        f"{self.who}.{call}: ranks disagree about {name}: {told[0][place]} on rank 0, "
+                        f"{self.who}.{call}: ranks disagree about {name}: {every_rank[0][place]} on rank 0, "
                         f"{values[place]} on rank {rank}; give every rank the same kind of input"
                     )
 

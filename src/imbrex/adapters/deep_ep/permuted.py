@@ -1,4 +1,4 @@
-"""Between compact rows received, a token once, and expert-major rows, a token once per local expert.
+"""The way from compact rows, a token received once, to expert-major rows, a token once per local expert.
 
 Example: two local experts, padded to a multiple of 2; three rows received want [0, 1], [1], [0]. Expert 0 has
 the rows 0 and 2, expert 1 the rows 0 and 1: rows [0, 2, 0, 1], counts [2, 2]. With a budget of 2 rows, expert

@@ -88,7 +88,8 @@ def choices_received(shape: Shape, ranks: int, rows: int, skew: str, seed: int =
 
 
 def _choose(shape: Shape, tokens: int, skew: str, seed: int) -> Tensor:
-    """Balanced: token t's choices are t and as many experts on, evenly apart; so ranks share every token."""
+    """Choices of every token. "balanced": token t's are t and as many experts on, evenly apart; so ranks
+    share every token."""
     if skew != "balanced":
         return make_routing(skew, shape, tokens, seed=seed).ids_TK
     apart_K = torch.arange(shape.top_k) * (shape.num_experts // shape.top_k)

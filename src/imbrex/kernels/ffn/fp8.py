@@ -146,7 +146,7 @@ def run_ffn_fp8(
 
 
 def _aligned(rows_RD: Tensor) -> Tensor:
-    """Where the copy engine takes them: at multiples of 16 bytes."""
+    """Rows at addresses from which the copy engine takes them: multiples of 16 bytes."""
     fits = rows_RD.stride(1) == 1 and not (rows_RD.stride(0) | rows_RD.data_ptr()) % 16
     return rows_RD if fits else rows_RD.contiguous()
 

@@ -257,7 +257,7 @@ class Forward(Call):
             own_TD = self.own_TD if counts[self.geometry.rank] else torch.zeros_like(self.own_TD)
             y_TD = rows.sum_home(own_TD, back_ND, tokens_N, sizes, self.geometry.rank)
             y_TD = y_TD if addend_TD is None else y_TD + addend_TD.float()
-        return y_TD.to(self.dtype), self._kept()
+        return y_TD.to(self.dtype), self._kept_choices()
 
     def backward(
         self, d_y_TD: Tensor, parameters: Sequence[Tensor]
@@ -275,7 +275,7 @@ class Forward(Call):
         parts = [self.tokens[rank] for rank, size in enumerate(sizes) if size]
         return torch.cat(parts or [self.tokens[0][:0]]), sizes
 
-    def _kept(self) -> Tensor | None:
+    def _kept_choices(self) -> Tensor | None:
         """The choices that count, bool [T, K]; `None` where none was dropped."""
         missing_hosts = [rank for rank, counts in enumerate(self.ledger.counts) if not counts]
         if not missing_hosts:

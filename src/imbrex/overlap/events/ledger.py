@@ -30,9 +30,9 @@ class Kind(IntEnum):
     GRADIENT_BACK = 5
     """Host to home: the gradients of the packet."""
     PROBLEM = 6
-    """To all: my input of this call cannot be dispatched."""
+    """Rank to all: my input of this call cannot be dispatched."""
     LOST = 7
-    """To all: a rank is lost, and I leave."""
+    """Rank to all: a rank is lost, and I leave."""
 
 
 class Host(IntEnum):
@@ -42,7 +42,7 @@ class Host(IntEnum):
     HERE = 1
     COMPUTED = 2
     REFUSED = 3
-    """It had not come when this rank gave up."""
+    """The packet had not come when this rank gave up."""
     CANCELLED = 4
     """The home said that it does without, before it was computed."""
     IN_VAIN = 5
