@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,7 +14,9 @@ import pytest
 
 from imbrex.cli import main
 from imbrex.cli import plan as command
-from imbrex.launch import local
+from imbrex.demo import folder
+from imbrex.demo import rank as demo_rank
+from imbrex.launch import local, ranks
 from imbrex.launch.reader import EXIT_UNREAD, unread
 from imbrex.observe import death
 from tests.as_a_user import environment
@@ -47,9 +51,32 @@ def test_a_rank_that_nobody_reads_says_so(
     """Not that a disk is full."""
     monkeypatch.setattr(local, "unread", lambda: True)
     death.reserve_note(tmp_path, 0)
-    rank = local.Rank(tmp_path, rank=0, num_ranks=1, timeout_s=5.0, hint=lambda: "run it again")
+    rank = local.Rank(
+        tmp_path, rank=0, num_ranks=1, timeout_s=5.0, hint=lambda: "run it again", files="--out"
+    )
     assert rank.run(_broken) == local.EXIT_FAILED
     assert "imbrex: error: nobody reads what rank 0 prints; run it again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "value"), [("json", "out.json"), ("json", None), ("out", "runs")])
+def test_a_full_disk_of_ranks_names_what_the_command_has(
+    name: str,
+    value: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    monkeypatch.setattr("imbrex.demo.rank._train", _full)
+    monkeypatch.setenv("RANK", "0")
+    if name == "out":
+        (tmp_path / folder.RANKS).mkdir()
+        demo_rank.work(Namespace(out=str(tmp_path), ranks=1, timeout=5.0))
+    else:
+        ranks.be_a_rank(Namespace(board=str(tmp_path), ranks=1, timeout=5.0, json=value), _full)
+    place = f"--{name}" if value else "TMPDIR"
+    sentence = f"imbrex: error: No space left on device: free the disk or choose another {place}\n"
+    assert capsys.readouterr().err == sentence
 
 
 def test_a_full_disk_is_one_sentence() -> None:
@@ -81,6 +108,10 @@ def test_ctrl_c_in_the_seconds_of_imports_ends_in_silence(
 
 def test_what_somebody_reads_is_left_alone() -> None:
     assert not unread()
+
+
+def _full(*_: object) -> NoReturn:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _broken(*_: object) -> NoReturn:

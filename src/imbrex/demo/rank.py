@@ -49,6 +49,7 @@ def work(args: argparse.Namespace) -> int:
         num_ranks=args.ranks,
         timeout_s=args.timeout,
         hint=lambda: folder.hint(out, args),
+        files="--out",
     )
     end_as(end, lambda rank, board: _train(args, rank, board), board)
     return 0

@@ -202,13 +202,21 @@ def _how(dead: Sequence[Phase], killed: dict[int, int]) -> str:
 
 
 class Rank:
-    """A rank's end, however it comes: a note for the launcher, or under an outer torchrun the sentence."""
+    """A rank's end, however it comes: a note for the launcher, or under an outer torchrun the sentence. hint:
+    what to do then. files: where the command's files go, as its user names it: "--out"."""
 
     def __init__(
-        self, board: Path, *, rank: int, num_ranks: int, timeout_s: float, hint: Callable[[], str]
+        self,
+        board: Path,
+        *,
+        rank: int,
+        num_ranks: int,
+        timeout_s: float,
+        hint: Callable[[], str],
+        files: str,
     ) -> None:
         self.board, self.rank, self.num_ranks, self.timeout_s = board, rank, num_ranks, timeout_s
-        self.hint = hint
+        self.hint, self.files = hint, files
         self.launched = is_launched()
 
     def run(self, work: Callable[[], None]) -> int:
@@ -234,7 +242,8 @@ class Rank:
             if isinstance(error, BrokenPipeError) and unread():
                 self._end(death.FAILED, f"nobody reads what rank {self.rank} prints", speaks=True)
                 return EXIT_FAILED
-            self._end(death.REFUSED, f"{_line(error)}: free the disk or choose another --out", speaks=True)
+            sentence = f"{_line(error)}: free the disk or choose another {self.files}"
+            self._end(death.REFUSED, sentence, speaks=True)
             return EXIT_REFUSED
         except Exception as error:  # noqa: BLE001 - the last stop of a rank: said in a sentence, kept in a note
             self._explain(error)

@@ -104,7 +104,16 @@ def be_a_rank(args: argparse.Namespace, work: Callable[[int, Any], None]) -> int
     board_at.mkdir(exist_ok=True)
     death.forget(board_at, rank)
     board = PhaseBoard(board_at, rank)
-    end_as(Rank(board_at, rank=rank, num_ranks=args.ranks, timeout_s=args.timeout, hint=hint), work, board)
+    end = Rank(
+        board_at,
+        rank=rank,
+        num_ranks=args.ranks,
+        timeout_s=args.timeout,
+        hint=hint,
+        # A command without results in a file writes the boards of its ranks alone.
+        files="--json" if vars(args).get("json") else "TMPDIR",
+    )
+    end_as(end, work, board)
     if args.board is None and rank == 0:
         shutil.rmtree(board_at, ignore_errors=True)
     return 0
