@@ -182,6 +182,23 @@ def test_the_command_serves_the_demos_model(tmp_path: Path) -> None:
         assert f"Pareto curves: demo, {tokens} tokens in, 3 out" in page
 
 
+def test_the_command_turns_levers_off(tmp_path: Path) -> None:
+    words = ["bench", "serve", "--device", "cpu", "--users", "4", "--rounds", "2", "--input", "4"]
+    words += ["--output", "3", "--transport", "alltoall", "--levers", "1"]
+    words += ["--json", str(tmp_path / "rows.json")]
+    printed = run_ranks(words, ranks=2, folder=tmp_path)
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    off = [row["case"].get("off") for row in rows]
+    assert off == [None, "interval", "chunk", "buckets"]
+    for row in rows[1:]:
+        assert row["case"]["interval"] == 4
+        assert row["steps"] > 0
+        assert f"without {row['case']['off']}: " in printed
+    # Of four prompts of four tokens in chunks of one a rank runs more steps than of whole ones.
+    assert rows[2]["steps"] < rows[0]["steps"]
+    assert printed.count("│ alltoall │") == 2 + 3
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -205,6 +222,10 @@ def test_the_command_serves_the_demos_model(tmp_path: Path) -> None:
         (["--interval", "99999999999999"], "a shorter --interval"),
         (["--input", "8,0"], "--input is 8,0"),
         (["--input", "-5"], "--input is -5"),
+        (["--levers", "0"], "--levers 0: give 1 or more"),
+        (["--levers", "--report", "page.html"], "leave --report out"),
+        (["--levers", "--interval", "1", "--chunk", "1x24", "--users", "2"], "no lever is on"),
+        (["--levers", "--input", "a"], "--input is a"),
         (["--codec", "identity,smoke"], "'smoke' is not known"),
         (["--experts", "auto,none"], "implementation 'none'"),
         (["--experts", "kernels-fp8"], "--experts kernels-fp8: "),

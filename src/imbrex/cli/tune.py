@@ -7,6 +7,7 @@ are started here, one a GPU, or by torchrun or `imbrex netlab run -- imbrex tune
 from __future__ import annotations
 
 import argparse
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from imbrex.bench.layer.command import host_bytes
 from imbrex.bench.shapes import MODELS, parse_shape
 from imbrex.launch.local import is_worker
 from imbrex.launch.ranks import DTYPES, join, run_on_ranks, settle
+from imbrex.observe import Observer, PhaseBoard
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +69,22 @@ def check(args: argparse.Namespace) -> None:
     args.timeout = timeout_seconds(args.timeout)
 
 
-def _tune(args: argparse.Namespace, rank: int, board: Any) -> None:
+class _Steps(Observer):
+    """Writes the number of every run that is timed on the board, before its clock starts."""
+
+    def __init__(self, board: PhaseBoard, phase: str) -> None:
+        self.board, self.phase_name = board, phase
+        board.step = -1
+        board.write(phase)
+
+    def span(self, name: str, **where: int) -> AbstractContextManager[Any]:
+        if name == "measure":
+            self.board.step += 1
+            self.board.write(self.phase_name)
+        return super().span(name, **where)
+
+
+def _tune(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
     from imbrex import MoEConfig, MoELayer
     from imbrex.overlap import Auto
 
@@ -77,13 +94,13 @@ def _tune(args: argparse.Namespace, rank: int, board: Any) -> None:
     if rank == 0:
         print(f"{shape}, {args.ranks} ranks, {args.dtype} on {args.device}", flush=True)
     for tokens in map(int, args.tokens.split(",")):
-        board.write(f"{tokens} tokens")
         layer = MoELayer(
             *(config, dist.group.WORLD),
             tensor_parallel=args.tp,
             schedule=Auto(renew=args.again),
             device=device,
             dtype=dtype,
+            observer=_Steps(board, f"{tokens} tokens"),
             timeout=args.timeout,
             **options,
         )
@@ -97,4 +114,5 @@ def _tune(args: argparse.Namespace, rank: int, board: Any) -> None:
                 print(f"{tokens} tokens, {piece} {layer.reasons[piece]}", flush=True)
         layer.close()
         del layer
+    board.write("done")
     dist.barrier()

@@ -12,7 +12,8 @@ class Observer:
     """Hears nothing and costs nothing; the base of observers that listen, such as `Recorder`.
 
     Names are stable. Spans and phases: `route`, `plan`, `dispatch`, `experts`, `combine` in the forward,
-    the same with `_backward` in the backward; `give_up`, without length, where events do without `peer`.
+    the same with `_backward` in the backward; `give_up`, without length, where events do without `peer`;
+    `measure`, a task or a run that `schedule="auto"` times.
     Counters: `bytes_sent` [W] by the rank that they are sent to, `bytes_by_tier` [2] (on several nodes:
     inside this one, to others), `rows` (computed by the local experts), `drops` (choices left out),
     `gave_up` [W] (calls that did without a rank), `expert_load` [E] (choices of this rank's tokens per

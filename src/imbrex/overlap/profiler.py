@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -123,7 +124,9 @@ class _Layer:
     queued: bool = False
 
     def clock(self) -> _Clock:
-        return _Clock(self.exchange.transport.exchange_counts, self.x_TD.device)
+        exchange = self.exchange
+        span = partial(exchange.observer.span, "measure", layer=exchange.layer)
+        return _Clock(exchange.transport.exchange_counts, self.x_TD.device, span)
 
     def begin(self, degree: int) -> Forward:
         tokens = self.x_TD.shape[0]
@@ -224,25 +227,32 @@ class _InTurn(Forward):
 
 
 class _Clock:
-    """Seconds by kind, summed over chunks; all ranks start a task together."""
+    """Seconds by kind, summed over chunks; all ranks start a task together. span: makes the span of one."""
 
-    def __init__(self, gather: Callable[[Tensor], Tensor], device: torch.device) -> None:
-        self.gather, self.device, self.backward, self.queued = gather, device, False, False
+    def __init__(
+        self,
+        gather: Callable[[Tensor], Tensor],
+        device: torch.device,
+        span: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self.gather, self.device, self.span = gather, device, span
+        self.backward, self.queued = False, False
         self.seconds: Seconds = {}
 
     def __call__(self, kind: Kind, step: Callable[[], Any]) -> Any:
         return self.timed(kind.name, step)
 
     def timed(self, name: str, step: Callable[[], Any]) -> Any:
-        self._wait()
         result: list[Any] = []
-        if self.queued:
-            seconds = 1e-6 * device_microseconds(lambda: result.append(step()), PAUSE_CYCLES)
-        else:
-            begin = time.perf_counter()
-            result.append(step())
-            self.settle()
-            seconds = time.perf_counter() - begin
+        with self.span():
+            self._wait()
+            if self.queued:
+                seconds = 1e-6 * device_microseconds(lambda: result.append(step()), PAUSE_CYCLES)
+            else:
+                begin = time.perf_counter()
+                result.append(step())
+                self.settle()
+                seconds = time.perf_counter() - begin
         key = self.backward, name
         self.seconds[key] = self.seconds.get(key, 0.0) + seconds
         return result[0]

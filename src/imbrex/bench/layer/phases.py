@@ -199,7 +199,7 @@ class Bench:
             torch.cuda.synchronize()
         dist.barrier()
         recorder.take_counters()
-        recorder.begin_step(repeat)
+        recorder.begin_step(repeat + self.args.warmup)
         with recorder.span("call"):
             if name in self.calls:
                 self.calls[name]()

@@ -6,7 +6,7 @@ import argparse
 import os
 import shlex
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from imbrex.bench.serve import levers
+from imbrex.bench.serve.levers import LEVERS, NONE_ON, TURNS, gains, middle, without
 from imbrex.bench.serve.loop import Load, serve
 from imbrex.bench.serve.models import ALONE, DTYPES, GATHER, MODELS, RIVALS, Way, make_model, takes_graphs
 from imbrex.bench.serve.training import LENGTH, train
@@ -22,6 +24,7 @@ from imbrex.launch.local import is_worker
 from imbrex.launch.memory import check_memory
 from imbrex.launch.ranks import join, run_on_ranks, settle, words_of
 from imbrex.layer import MoELayer
+from imbrex.observe import PhaseBoard
 from imbrex.serve.checkpoint import served_config
 from imbrex.serve.decoding import Drafting
 from imbrex.serve.engine import Engine, HostTime, Settings
@@ -47,13 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--input", default="24", metavar="N,...", help="tokens of a prompt (24)")
     add("--output", type=int, default=16, metavar="N", help="tokens of an answer (16)")
     add("--rounds", type=int, default=3, metavar="N", help="requests of a user, the first not counted (3)")
-    add("--chunk", default="1x32", metavar="RxS", help="rows and tokens of a step of prompts (1x32)")
-    add("--interval", default="1", metavar="N,...", help="steps between two deliveries of tokens (1)")
+    add("--chunk", metavar="RxS", help="rows and tokens of a step of prompts (1x32; --levers: a quarter)")
+    add("--interval", metavar="N,...", help="steps between two deliveries of tokens (1; with --levers 4)")
     add("--drafts", default="0", metavar="N,...", help="tokens that a step drafts: 0, 1, 3 (0)")
     accepted = "count so many drafts as right in the mean, whatever was drafted; figures are labelled forced"
     add("--forced", type=float, metavar="N", help=accepted)
     trained = "train the demo's model on its text for so many steps first; prompts are of held-out text (0)"
     add("--train", type=int, default=0, metavar="N", help=trained)
+    off = f"serve the load also without each of {', '.join(LEVERS)}; N loops of each, in turns ({TURNS})"
+    add("--levers", type=int, nargs="?", const=TURNS, metavar="N", help=off)
     add("--dtype", choices=tuple(DTYPES), help="of weights and caches (bfloat16 on GPUs, float32 on CPUs)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--json", metavar="FILE", help="put the rows into this result file")
@@ -66,10 +71,19 @@ def run(args: argparse.Namespace) -> int:
     """Exit code 0; 1 where a rank was lost, 2 where the input was refused."""
     worker = is_worker()
     settle(args, worker=worker)
+    pull_levers(args)
     check(args)
     if not worker:
         check_memory(args.ranks, held_bytes(args), SMALLER)
     return run_on_ranks(args, ("bench", "serve"), partial(_measure, args), worker=worker)
+
+
+def pull_levers(args: argparse.Namespace) -> None:
+    """Fill in `interval` and `chunk`; where levers are compared, so that both are on."""
+    if args.interval is None:
+        args.interval = "4" if args.levers else "1"
+    if args.chunk is None:
+        args.chunk = f"1x{-(-min(numbers(args, 'input')) // 4)}" if args.levers else "1x32"
 
 
 def check(args: argparse.Namespace) -> None:
@@ -88,6 +102,7 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} is {getattr(args, name)}: give numbers of {least} or more")
     _chunk(args)
     _check_training(args)
+    _check_levers(args)
     config = served_config(args.weights) if args.weights else MODELS[args.model]
     model = args.weights or args.model
     for drafts in numbers(args, "drafts"):
@@ -138,7 +153,7 @@ def held_bytes(args: argparse.Namespace) -> int:
     config = served_config(args.weights) if args.weights else MODELS[args.model]
     moe, itemsize = config.moe, DTYPES[args.dtype].itemsize
     experts = (config.num_layers + config.drafting) * moe.num_experts * 3 * moe.intermediate_size
-    rows, chunk = _chunk(args)
+    rows, chunk = _chunk(args)[0], _longest_chunk(args)
     slots = max(*numbers(args, "users"), rows)
     cache = slots * max(max(numbers(args, "input")) + args.output, chunk) * config.cache_bytes(itemsize)
     ring = slots * max(numbers(args, "interval")) * (1 + max(numbers(args, "drafts"))) * 8
@@ -158,11 +173,28 @@ def _check_training(args: argparse.Namespace) -> None:
         )
 
 
+def _check_levers(args: argparse.Namespace) -> None:
+    if args.levers is None:
+        return
+    if args.levers < 1:
+        raise ValueError(f"--levers {args.levers}: give 1 or more loops of each")
+    if args.report:
+        raise ValueError("--levers: curves are of engines with all of them; leave --report out")
+    graphs = args.device == "cuda"
+    if not any(without(settings_of(args, *swept, graphs=graphs), swept[2]) for swept in _swept(args)):
+        raise ValueError(f"--levers: {NONE_ON}")
+
+
 def numbers(args: argparse.Namespace, name: str) -> list[int]:
     text = getattr(args, name)
     if not all(word.isdecimal() for word in text.split(",")):
         raise ValueError(f"--{name} is {text}: give whole numbers, with commas between")
     return [int(word) for word in text.split(",")]
+
+
+def _longest_chunk(args: argparse.Namespace) -> int:
+    """The tokens of a chunk; where levers are compared, of a whole prompt."""
+    return max(_chunk(args)[1], max(numbers(args, "input")) if args.levers else 0)
 
 
 def _chunk(args: argparse.Namespace) -> tuple[int, int]:
@@ -172,13 +204,12 @@ def _chunk(args: argparse.Namespace) -> tuple[int, int]:
     return int(rows), int(length)
 
 
-def _measure(args: argparse.Namespace, rank: int, board: Any) -> None:
+def _measure(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
     os.environ["IMBREX_TIMEOUT_S"] = str(args.timeout)
     device = join(args)
     rows: list[dict[str, Any]] = []
     for way in ways_from_words(args):
-        board.write(f"serving {way.name}"[:32])
-        rows += compare(args, way, device)
+        rows += compare(args, way, device, board)
     if rank == 0:
         show(args, rows)
         if args.json:
@@ -208,51 +239,87 @@ def ways_from_words(args: argparse.Namespace) -> list[Way]:
     return ways
 
 
-def compare(args: argparse.Namespace, way: Way, device: torch.device) -> list[dict[str, Any]]:
-    """A row for every number of users, of drafts, of steps between deliveries and of tokens in."""
+def compare(
+    args: argparse.Namespace, way: Way, device: torch.device, board: PhaseBoard
+) -> list[dict[str, Any]]:
+    """A row for every number of users, of drafts, of steps between deliveries and of tokens in; and without
+    every lever where they are compared."""
     group = dist.group.WORLD
     assert group is not None
-    model, text = _make(args, way, device, group)
+    model, text = _make(args, way, device, group, board)
     rows = []
-    for drafts, interval, tokens in product(
-        *(numbers(args, name) for name in ("drafts", "interval", "input"))
-    ):
-        settings = Settings(
-            slots=-(-max(numbers(args, "users")) // args.ranks),
-            room=tokens + args.output,
-            chunk=_chunk(args),
-            interval=interval,
-            drafting=Drafting(length=drafts, forced=args.forced if drafts else None),
-            graphs=takes_graphs(model, way),
-        )
+    for swept in _swept(args):
+        settings = settings_of(args, *swept, graphs=takes_graphs(model, way))
+        kinds = {"": settings} | (without(settings, swept[2]) if args.levers else {})
         loads = [
-            Load(users=users, input=tokens, output=args.output, rounds=args.rounds)
+            Load(users=users, input=swept[2], output=args.output, rounds=args.rounds)
             for users in numbers(args, "users")
         ]
-        points = points_of(Engine(model, settings, group), loads, text)
-        for load, point in zip(loads, points, strict=True):
-            rows.append({"op": "serve", "impl": way.name, "case": case_of(args, load, settings)} | point)
+        points: dict[str, list[list[dict[str, Any]]]] = {off: [] for off in kinds}
+        for off, kind in list(kinds.items()) * (args.levers or 1):
+            begun = _told(board, f"serving {way.name}")
+            points[off].append(points_of(Engine(model, kind, group), loads, text, begun))
+        for off, place in product(kinds, range(len(loads))):
+            loops, whole = ([turn[place] for turn in points[name]] for name in (off, ""))
+            case = case_of(args, loads[place], settings) | ({"off": off} if off else {})
+            row = {"op": "serve", "impl": way.name, "case": case} | middle(loops)
+            rows.append(row | ({"gain": gains(whole, loops)} if off else {}))
     for module in model.modules():
         if isinstance(module, MoELayer):
             module.close()
     return rows
 
 
-def points_of(engine: Engine, loads: Sequence[Load], text: torch.Tensor | None) -> list[dict[str, Any]]:
+def _swept(args: argparse.Namespace) -> list[tuple[int, ...]]:
+    return list(product(*(numbers(args, name) for name in SWEPT)))
+
+
+def settings_of(
+    args: argparse.Namespace, drafts: int, interval: int, tokens: int, *, graphs: bool
+) -> Settings:
+    """The engine's settings for prompts of so many tokens."""
+    return Settings(
+        slots=-(-max(numbers(args, "users")) // args.ranks),
+        room=tokens + args.output,
+        chunk=_chunk(args),
+        interval=interval,
+        drafting=Drafting(length=drafts, forced=args.forced if drafts else None),
+        graphs=graphs,
+    )
+
+
+def _told(board: PhaseBoard, phase: str) -> Callable[[int], None]:
+    """Writes the number of every step on the board; until the first, this rank is in set-up."""
+
+    def begun(step: int) -> None:
+        board.step = step
+        board.write(phase)
+
+    begun(-1)
+    return begun
+
+
+def points_of(
+    engine: Engine,
+    loads: Sequence[Load],
+    text: torch.Tensor | None,
+    begun: Callable[[int], object] = lambda step: None,
+) -> list[dict[str, Any]]:
     """A point of every load. Nothing refers to the engine behind it, so that its caches and graphs go before
     the next engine's come."""
-    points = [serve(engine, load, engine.host_group, text=text) for load in loads]
+    points = [serve(engine, load, engine.host_group, text=text, begun=begun) for load in loads]
     engine.programs.clear()
     engine.answered = None
     return points
 
 
 def _make(
-    args: argparse.Namespace, way: Way, device: torch.device, group: dist.ProcessGroup
+    args: argparse.Namespace, way: Way, device: torch.device, group: dist.ProcessGroup, board: PhaseBoard
 ) -> tuple[Decoder, torch.Tensor | None]:
     """The model, and the text that prompts are cut from where it was trained."""
     drafts = max(numbers(args, "drafts"))
-    longest = max(numbers(args, "input")) + args.output + max(_chunk(args)[1], 2 * drafts + 1)
+    begun = _told(board, f"serving {way.name}")
+    longest = max(numbers(args, "input")) + args.output + max(_longest_chunk(args), 2 * drafts + 1)
     model = make_model(
         str(Path(args.weights).resolve()) if args.weights else args.model,
         way,
@@ -268,7 +335,7 @@ def _make(
     from imbrex.demo.corpus import load_corpus
 
     corpus = load_corpus(length=LENGTH + 1)
-    train(model, corpus, args.train, group)
+    train(model, corpus, args.train, group, begun=begun)
     model.head.split(group)
     return model, corpus.held_out
 
@@ -309,12 +376,22 @@ def show(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
         for head in heads:
             of.add_column(head, justify="left" if not head else "right")
     for row in rows:
-        table.add_row(*_cells(row))
-        host.add_row(*_host_cells(row))
+        if "off" not in row["case"]:
+            table.add_row(*_cells(row))
+            host.add_row(*_host_cells(row))
     console = Console(width=max(140, Console().width))
     console.print(title, soft_wrap=True, highlight=False)
     console.print(table)
     console.print(host)
+    if args.levers:
+        off = Table(title=f"{ABOUT_LEVERS}, {args.levers} loops in turns", title_justify="left")
+        for head in levers.HEADS:
+            off.add_column(head, justify="left" if head in ("", "without") else "right")
+        for line in levers.cells_of(rows):
+            off.add_row(*line)
+        console.print(off)
+        for about in levers.captions(rows):
+            console.print(about, highlight=False)
 
 
 FACTS = ("model", "W", "dtype", "weights")
@@ -323,6 +400,9 @@ HEADS = ("", "users", "in", "drafts", "tokens a step", "interval", "tokens/s a r
 HEADS += ("gap p50, p99 ms", "step ms")
 HOST_HEADS = ("", "users", "in", "drafts", "interval", *HostTime.NAMES, "its own", "launches")
 ABOUT_HOST = "The host, us a step (agree: until the slowest rank is there); its own: without model and wait"
+
+
+ABOUT_LEVERS = "The same load without a lever; host: its own work, without agree"
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -342,10 +422,10 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def _host_cells(row: dict[str, Any]) -> list[str]:
     case, host = row["case"], row["host_us"]
-    own = sum(us for name, us in host.items() if name not in HostTime.OTHERS)
     words = [row["impl"], *(str(case[name]) for name in ("users", "input"))]
     words += [_drafts(case), str(case["interval"])]
-    return [*words, *(f"{us:.0f}" for us in host.values()), f"{own:.0f}", f"{row['launches']:.1f}"]
+    words += [f"{us:.0f}" for us in (*host.values(), levers.own_us(row))]
+    return [*words, f"{row['launches']:.1f}"]
 
 
 def _drafts(case: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,10 +97,15 @@ class Users:
 
 
 def serve(
-    engine: Engine, load: Load, group: dist.ProcessGroup | None, *, text: Tensor | None = None
+    engine: Engine,
+    load: Load,
+    group: dist.ProcessGroup | None,
+    *,
+    text: Tensor | None = None,
+    begun: Callable[[int], object] = lambda step: None,
 ) -> dict[str, Any]:
     """One point of the curve, the same on every rank. group: of the hosts. text: what prompts are cut from,
-    where not random.
+    where not random. begun: called with the number of every step before it.
 
     Seconds are of clocks that processes of one host share."""
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
@@ -108,8 +113,9 @@ def serve(
     engine.host = HostTime()
     users.begin()
     began = engine.clock()
+    begun(0)
     while engine.step():
-        pass
+        begun(engine.host.steps)
     took = engine.clock() - began
     windows = _gathered(users.window(), group)
     begin, end = max(w[0] for w in windows), min(w[1] for w in windows)

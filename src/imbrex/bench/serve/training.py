@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -35,14 +36,22 @@ def losses(model: Decoder, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def train(
-    model: Decoder, corpus: Corpus, steps: int, group: dist.ProcessGroup | None, *, rate: float = RATE
+    model: Decoder,
+    corpus: Corpus,
+    steps: int,
+    group: dist.ProcessGroup | None,
+    *,
+    rate: float = RATE,
+    begun: Callable[[int], object] = lambda step: None,
 ) -> dict[str, float]:
-    """Train a model whose head is whole; the last step's losses. Every rank takes its share of a batch."""
+    """Train a model whose head is whole; the last step's losses. Every rank takes its share of a batch.
+    begun: called with the number of every step before it."""
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95))
     device, last = model.embedding.weight.device, {"loss": math.nan, "draft_loss": math.nan}
     model.train()
     for step in range(steps):
+        begun(step)
         for part in optimizer.param_groups:
             part["lr"] = rate * min(1.0, (step + 1) / 10) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
         batch = corpus.batch(step, seed=0, batch=BATCH, length=LENGTH + 1)
