@@ -257,7 +257,7 @@ def compare(
         ]
         points: dict[str, list[list[dict[str, Any]]]] = {off: [] for off in kinds}
         for off, kind in list(kinds.items()) * (args.levers or 1):
-            begun = _told(board, f"serving {way.name}")
+            begun = _announcer(board, f"serving {way.name}")
             points[off].append(points_of(Engine(model, kind, group), loads, text, begun))
         for off, place in product(kinds, range(len(loads))):
             loops, whole = ([turn[place] for turn in points[name]] for name in (off, ""))
@@ -288,7 +288,7 @@ def settings_of(
     )
 
 
-def _told(board: PhaseBoard, phase: str) -> Callable[[int], None]:
+def _announcer(board: PhaseBoard, phase: str) -> Callable[[int], None]:
     """Writes the number of every step on the board; until the first, this rank is in set-up."""
 
     def begun(step: int) -> None:
@@ -318,7 +318,7 @@ def _make(
 ) -> tuple[Decoder, torch.Tensor | None]:
     """The model, and the text that prompts are cut from where it was trained."""
     drafts = max(numbers(args, "drafts"))
-    begun = _told(board, f"serving {way.name}")
+    begun = _announcer(board, f"serving {way.name}")
     longest = max(numbers(args, "input")) + args.output + max(_longest_chunk(args), 2 * drafts + 1)
     model = make_model(
         str(Path(args.weights).resolve()) if args.weights else args.model,
