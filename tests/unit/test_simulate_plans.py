@@ -532,7 +532,7 @@ def test_a_trace_gives_the_loads(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "stats.json").write_text(json.dumps({"logical_count": counts}))
     words = ["plan", "--model", "qwen3-30b-a3b", "--gpus", "8", "--trace", str(tmp_path / "stats.json")]
     assert main(words) == 0
-    assert "(trace choices)" in capsys.readouterr().out
+    assert "(trace choices, experts where --placement puts them)" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["plan", "--gpus", "7", "--nodes", "2"])
     assert "7 GPUs do not divide into 2 nodes" in capsys.readouterr().err
@@ -567,6 +567,31 @@ def test_the_plan_writes_the_homes_of_experts(tmp_path: Path, capsys: pytest.Cap
     with pytest.raises(SystemExit):
         main([*words, "--placement", out])
     assert "give --trace" in capsys.readouterr().err
+
+
+def test_the_loads_shown_are_those_of_the_plan_that_is_written(tmp_path: Path) -> None:
+    """Seven ranks with a slot more each, iterations that differ: a plan for even shares would leave other
+    ranks full. Layer 1 was never chosen from."""
+    random = np.random.default_rng(3)
+    counts = random.multinomial(3000, random.dirichlet([0.5] * 32, (6, 5)))
+    counts[:, 1] = 0
+    stats, out, said = (str(tmp_path / name) for name in ("stats.json", "homes.json", "plan.json"))
+    Path(stats).write_text(json.dumps({"logical_count": counts.tolist()}))
+    words = ["plan", "--model", "64,33,32,4", "--gpus", "7", "--profile", "two-cores", "--replicas", "7"]
+    # So many layers fit on no fewer ranks.
+    words += ["--layers", "50000", "--tokens", "512", "--trace", stats, "--json", said, "--placement", out]
+    assert main(words) == 0
+    plan = json.loads(Path(said).read_text())["plan"]
+    assert plan["layout"]["ep"] == 7
+    homes, history = read_plan(out, 7, 32).placements, read_history(stats)
+    load_LE = Spread.of_history(history).draw(32, 7 * 512 * 4, 0, top_k=4)
+    scored = [
+        imbalances(load_E[None].astype(np.int64), homes[layer], "balanced")[0]
+        for load_E, layer in zip(load_LE, (0, 2, 3, 4), strict=True)
+    ]
+    assert plan["imbalance"] == pytest.approx(sorted(scored)[2], abs=2e-3)
+    even = loads.of_ranks(load_LE, 7, 7, planned=True).max(1) - 1
+    assert abs(sorted(even)[2] - plan["imbalance"]) > 0.01
 
 
 def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,12 +43,16 @@ class Target:
 
 
 def plan_history(
-    history: LoadHistory, target: Target, old: Mapping[int, Placement] | None = None
+    history: LoadHistory,
+    target: Target,
+    old: Mapping[int, Placement] | None = None,
+    *,
+    layers: Sequence[int] | None = None,
 ) -> dict[int, Placement]:
     """Plan a placement for every layer of the statistics; by the layer's number.
 
     old: the plan in use; a fetch has to lower the fullest rank by a thousandth of the mean, and experts that
-    stay on a rank keep their slot.
+    stay on a rank keep their slot. layers: plan these alone, each as it is in a plan of all.
     Raises ValueError where the numbers do not fit or the old plan is of another shape or lacks a layer.
     """
     if target.split not in ("balanced", "even"):
@@ -60,6 +64,8 @@ def plan_history(
     load_LE = history.load(target.decay)
     planned = {}
     for at, layer in enumerate(history.layers):
+        if layers is not None and layer not in layers:
+            continue
         before = None if old is None else _check_old(old, layer, capacity, history.num_experts)
         start = None if before is None else to_held(before)
         batches = _thin(history.counts_ILE[:, at].astype(np.float64))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from imbrex.placement import LoadHistory, plan_layers
+from imbrex.contracts import Placement
+from imbrex.placement import LoadHistory, Target, plan_history, plan_layers
 from imbrex.placement.bounds import Pouring
 from imbrex.placement.planner import to_held
 from imbrex.simulate.engine import Floats
@@ -22,12 +24,12 @@ class Spread:
     """How choices fall on experts.
 
     kind: `even`; `sampled`, all experts equally likely; `zipf`, the e-th most popular in proportion to
-    e^-amount; `lognormal`, popularity of that sigma; `trace`, shares as recorded. shares_LE: of a trace.
+    e^-amount; `lognormal`, popularity of that sigma; `trace`, shares as recorded. history: of a trace.
     """
 
     kind: str = "sampled"
     amount: float = 0.0
-    shares_LE: Floats | None = None
+    history: LoadHistory | None = None
 
     @staticmethod
     def parse(text: str) -> Spread:
@@ -47,12 +49,10 @@ class Spread:
 
     @staticmethod
     def of_history(history: LoadHistory) -> Spread:
-        """The shares of every recorded layer that has choices."""
-        load_LE = history.load()
-        load_LE = load_LE[load_LE.sum(1) > 0]
-        if not len(load_LE):
+        """The shares of the recorded layers that have choices."""
+        if not history.counts_ILE.any():
             raise ValueError("--trace: nothing was chosen in any layer; record again")
-        return Spread(kind="trace", shares_LE=load_LE / load_LE.sum(1, keepdims=True))
+        return Spread(kind="trace", history=history)
 
     def draw(self, experts: int, choices: float, seed: int, *, top_k: int = 1, layers: int = 4) -> Floats:
         """Choices that fall on every expert, float64 [L, E]: of `choices` in all, with their noise. A token
@@ -64,13 +64,14 @@ class Spread:
         return random.multinomial(round(choices), shares).astype(np.float64)
 
     def _shares(self, experts: int, random: np.random.Generator, layers: int) -> Floats:
-        if self.shares_LE is not None:
-            if self.shares_LE.shape[1] != experts:
+        if self.history is not None:
+            if self.history.num_experts != experts:
                 raise ValueError(
-                    f"--trace: it has {self.shares_LE.shape[1]} experts, the model {experts}; give a trace "
+                    f"--trace: it has {self.history.num_experts} experts, the model {experts}; give a trace "
                     "of this model"
                 )
-            return self.shares_LE[np.linspace(0, len(self.shares_LE) - 1, layers).astype(int)]
+            load_LE = self.history.load()[self._places(self.history, layers)]
+            return load_LE / load_LE.sum(1, keepdims=True)
         weight_E = np.ones((layers, experts))
         if self.kind == "zipf":
             weight_E = random.permuted(
@@ -79,6 +80,20 @@ class Spread:
         if self.kind == "lognormal":
             weight_E = random.lognormal(0.0, self.amount, (layers, experts))
         return weight_E / weight_E.sum(1, keepdims=True)
+
+    def homes(self, ranks: int, slots: int, layers: int = 4) -> list[Placement]:
+        """Homes of the experts of the recorded layers that `draw` gives choices of, as a plan of the whole
+        trace for the balanced split has them."""
+        assert self.history is not None
+        numbers = [self.history.layers[place] for place in self._places(self.history, layers)]
+        planned = plan_history(self.history, Target(num_ranks=ranks, slots=slots), layers=numbers)
+        return [planned[number] for number in numbers]
+
+    @staticmethod
+    def _places(history: LoadHistory, layers: int) -> list[int]:
+        """The places in the history of at most so many layers that have choices, from the first to the last."""
+        able = np.flatnonzero(history.counts_ILE.any((0, 2)))
+        return able[np.unique(np.linspace(0, len(able) - 1, layers).astype(int))].tolist()
 
 
 def _capped(shares_LE: Floats, most: float) -> Floats:
@@ -100,14 +115,19 @@ def of_ranks(load_LE: Floats, ranks: int, replicas: int, *, planned: bool) -> Fl
     if not planned and not replicas:
         firsts = np.linspace(0, experts, ranks, endpoint=False).astype(int)
         loads_LW = np.add.reduceat(load_LE, firsts, axis=1) if ranks <= experts else load_LE
-    else:
-        rows = []
-        for load_E, placement in zip(load_LE, plan_layers(load_LE, ranks, experts + replicas), strict=True):
-            pouring = Pouring(load_E[None], to_held(placement))
-            for _ in range(ROUNDS):
-                pouring.pour()
-            rows.append(pouring.loads_HW[0])
-        loads_LW = np.stack(rows)
+        return loads_LW / loads_LW.mean(1, keepdims=True)
+    return of_homes(load_LE, plan_layers(load_LE, ranks, experts + replicas))
+
+
+def of_homes(load_LE: Floats, placements: Sequence[Placement]) -> Floats:
+    """Rows of every rank over their mean, [L, W], with a placement a layer: split as evenly as it goes."""
+    rows = []
+    for load_E, placement in zip(load_LE, placements, strict=True):
+        pouring = Pouring(load_E[None], to_held(placement))
+        for _ in range(ROUNDS):
+            pouring.pour()
+        rows.append(pouring.loads_HW[0])
+    loads_LW = np.stack(rows)
     return loads_LW / loads_LW.mean(1, keepdims=True)
 
 
@@ -142,4 +162,4 @@ class Stragglers:
         return np.where(random.random(ranks) < self.chance, slow_W * max(1.0, self.factor), slow_W)
 
 
-__all__ = ["Spread", "Stragglers", "of_ranks"]
+__all__ = ["Spread", "Stragglers", "of_homes", "of_ranks"]

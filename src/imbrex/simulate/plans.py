@@ -1,8 +1,8 @@
 """Which layout for a model on a cluster, and why not the others.
 
 Every layout that can run is simulated: all divisions of the ranks into EP x TP x DP, transports, codecs,
-schedules, numbers of replicas. What cannot run says why. Loads come from a trace or a distribution, experts
-are placed by the planner of `imbrex.placement`, and rows are split over replicas as the layer splits them.
+schedules, numbers of replicas. What cannot run says why. Loads come from a trace or a distribution. Experts of
+a trace live where a plan of the whole trace has them, and rows are split over replicas as evenly as they go.
 """
 
 from __future__ import annotations
@@ -290,12 +290,17 @@ def _loads(request: Request, world: World, layout: Layout, drawn: dict[tuple[int
     """Rows of the ranks of a group over their mean: of the layer whose fullest rank is the median one."""
     key = layout.ep, layout.replicas
     if key not in drawn:
-        choices = request.tokens * layout.group * request.shape.top_k
-        load_LE = world.spread.draw(request.shape.experts, choices, request.seed, top_k=request.shape.top_k)
+        experts, top_k, spread = request.shape.experts, request.shape.top_k, world.spread
+        load_LE = spread.draw(experts, request.tokens * layout.group * top_k, request.seed, top_k=top_k)
         if layout.ep > MOST_DRAWN:
             load_LE = load_LE[:1]
-        planned = layout.replicas > 0 or world.spread.kind in ("trace", "zipf", "lognormal")
-        load_LW = loads.of_ranks(load_LE, layout.ep, layout.replicas, planned=planned and layout.ep > 1)
+        if spread.history is None:
+            planned = layout.ep > 1 and (layout.replicas > 0 or spread.kind in ("zipf", "lognormal"))
+            load_LW = loads.of_ranks(load_LE, layout.ep, layout.replicas, planned=planned)
+        else:
+            load_LW = loads.of_homes(
+                load_LE, spread.homes(layout.ep, experts + layout.replicas, len(load_LE))
+            )
         drawn[key] = load_LW[load_LW.max(1).argsort()[len(load_LW) // 2]]
     return drawn[key].repeat(layout.tp)
 

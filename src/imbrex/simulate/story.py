@@ -59,7 +59,8 @@ def facts(plan: Plan, request: Request, world: World) -> dict[str, str]:
     words["sent by a rank, one way"] = ", ".join(
         f"{tier.name} {nbytes / 1e6:.4g} MB" for tier, nbytes in tiers
     )
-    words["fullest rank"] = f"{plan.imbalance:.2%} above the mean ({world.spread.kind} choices)"
+    homes = ", experts where --placement puts them" if world.spread.history else ""
+    words["fullest rank"] = f"{plan.imbalance:.2%} above the mean ({world.spread.kind} choices{homes})"
     parts = {name: seconds for name, seconds in outcome.tasks.items() if seconds > 0 and name != "weights"}
     words["tasks, one after the other"] = ", ".join(f"{k} {1e3 * v:.3g} ms" for k, v in parts.items())
     return words
