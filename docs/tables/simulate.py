@@ -12,8 +12,9 @@ from imbrex.simulate import scale
 from imbrex.simulate.device import Shape
 from imbrex.simulate.fabric import islands
 from imbrex.simulate.loads import Spread, Stragglers
-from imbrex.simulate.plans import Request, World, choose, rivals
+from imbrex.simulate.plans import choose, rivals
 from imbrex.simulate.profile import Profile
+from imbrex.simulate.request import Request, World
 from imbrex.simulate.story import HEAD, rows_of
 
 FAR, CLOSE = 0.20, 0.05

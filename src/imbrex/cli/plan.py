@@ -13,8 +13,9 @@ from imbrex.placement import BalancePlan, LoadHistory, Target, plan_history, wri
 from imbrex.simulate.device import Shape
 from imbrex.simulate.fabric import Fabric, islands
 from imbrex.simulate.loads import Spread, Stragglers
-from imbrex.simulate.plans import MODES, Request, World, choices_of_codec, choose
+from imbrex.simulate.plans import choices_of_codec, choose
 from imbrex.simulate.profile import Profile, shipped_profiles
+from imbrex.simulate.request import MODES, Request, World
 from imbrex.simulate.run import Layout
 from imbrex.simulate.story import as_json, lines, write_story
 

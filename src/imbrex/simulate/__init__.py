@@ -14,8 +14,9 @@ from imbrex.simulate.device import Shape
 from imbrex.simulate.engine import Arrival, Timeline, simulate
 from imbrex.simulate.fabric import Fabric, Tier, islands
 from imbrex.simulate.loads import Spread, Stragglers
-from imbrex.simulate.plans import Plan, Request, World, choose
+from imbrex.simulate.plans import Plan, choose
 from imbrex.simulate.profile import Entry, Profile
+from imbrex.simulate.request import Request, World
 from imbrex.simulate.run import Case, Layout, Outcome, predict
 
 __all__ = [

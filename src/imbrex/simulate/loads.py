@@ -91,7 +91,7 @@ class Spread:
 
     @staticmethod
     def _places(history: LoadHistory, layers: int) -> list[int]:
-        """The places in the history of at most so many layers that have choices, from the first to the last."""
+        """Places in the history of at most so many layers that have choices, from the first to the last."""
         able = np.flatnonzero(history.counts_ILE.any((0, 2)))
         return able[np.unique(np.linspace(0, len(able) - 1, layers).astype(int))].tolist()
 

@@ -1,8 +1,8 @@
 """Which layout for a model on a cluster, and why not the others.
 
 Every layout that can run is simulated: all divisions of the ranks into EP x TP x DP, transports, codecs,
-schedules, numbers of replicas. What cannot run says why. Loads come from a trace or a distribution. Experts of
-a trace live where a plan of the whole trace has them, and rows are split over replicas as evenly as they go.
+schedules, numbers of replicas. What cannot run says why. Loads come from a trace or a distribution.
+Experts of a trace live where a plan of all of it has them; rows are split over replicas as evenly as they go.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 
 from imbrex.codec import make
 from imbrex.simulate import loads, run
-from imbrex.simulate.device import Shape
 from imbrex.simulate.engine import Floats
-from imbrex.simulate.fabric import Fabric
-from imbrex.simulate.loads import Spread, Stragglers
+from imbrex.simulate.memory import memory_of
 from imbrex.simulate.profile import Profile
+from imbrex.simulate.request import MODES, Request, World
 from imbrex.simulate.run import Case, Layout, Outcome
 
 TRANSPORTS = ("nvlink", "alltoall", "allgather", "hierarchical", "tiered", "2dh", "pipe")
@@ -34,28 +33,10 @@ NODEWISE = ("hierarchical", "tiered", "2dh", "pipe")
 TIERED_NODES = 2
 """Nodes, of a GPU each, on which two tiers in one stream were measured (`benchmarks/results/tiers.json`)."""
 NVLINK_CODECS = ("identity", "fp8")
-MODES = ("train", "forward", "decode")
-SPARED = 200 << 20
-"""Bytes of rows for which a host asks how many there are, where a backward keeps them (`exchange/nvlink`)."""
 CLOSE = 1.02
 """Plans within this of the best are as good: the simpler one is taken."""
 MOST_DRAWN = 256
 """Ranks up to which rows of every rank are drawn and placed; beyond, the mean rank stands for all."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """The question that `choose` answers. tokens: of a rank in a step. mode: `train`, `forward` or `decode`.
-    layers: of the model that have experts. codecs: to choose from. seed: of loads and stragglers."""
-
-    shape: Shape
-    ranks: int
-    tokens: int
-    mode: str = "train"
-    layers: int = 1
-    codecs: tuple[str, ...] = ("identity",)
-    seed: int = 0
-    replicas: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,16 +55,6 @@ class Plan:
     @property
     def seconds(self) -> float:
         return math.inf if self.outcome is None else self.outcome.step
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class World:
-    """The machine, its network and its loads, on which layouts are simulated."""
-
-    profile: Profile
-    fabric: Fabric
-    spread: Spread
-    stragglers: Stragglers
 
 
 def choose(request: Request, world: World) -> list[Plan]:
@@ -175,7 +146,7 @@ def weigh(request: Request, world: World, layout: Layout, drawn: dict[tuple[int,
         return Plan(layout=layout, outcome=None, why_not=reason)
     load_W = _loads(request, world, layout, drawn)
     fullest = float(load_W.max())
-    memory = memory_of(request, layout, fullest)
+    memory = memory_of(request, world, layout, fullest)
     room = world.profile["memory_bytes"]
     if memory > room:
         reason = f"needs {memory / 1e9:.0f} GB a rank, which has {room / 1e9:.0f}"
@@ -225,44 +196,6 @@ def why_not_possible(request: Request, world: World, layout: Layout) -> str | No
     if layout.replicas and layout.replicas + request.shape.experts > layout.ep * request.shape.experts:
         return "a rank would hold an expert twice"
     return None
-
-
-def memory_of(request: Request, layout: Layout, fullest: float = 1.0) -> float:
-    """Bytes of the fullest rank, which has so many times the mean's rows: of experts and of rows."""
-    return memory_of_experts(request, layout) + memory_of_rows(request, layout, fullest)
-
-
-def memory_of_experts(request: Request, layout: Layout) -> float:
-    """Bytes of a rank's experts, with all that training keeps of a parameter."""
-    shape, training = request.shape, request.mode == "train"
-    copies = (shape.experts + layout.replicas) / shape.experts
-    parameters = shape.parameters * copies / layout.group * request.layers
-    # bf16 weights and gradients, fp32 weights and two moments of Adam.
-    return parameters * (shape.value_bytes * 2 + 12 if training else shape.value_bytes)
-
-
-def memory_of_rows(request: Request, layout: Layout, fullest: float = 1.0) -> float:
-    """Bytes of the fullest rank's rows, those that a backward needs included, and of the exchange's
-    buffers."""
-    shape, rows = request.shape, most_rows(request, layout, fullest)
-    values = rows * (shape.width + 3 * shape.inner // layout.tp) * shape.value_bytes
-    saved = values * (request.layers if request.mode == "train" else 1)
-    room = 2 * layout.group + 1 if layout.transport == "nvlink" else 4 * min(shape.top_k, layout.group)
-    return saved + room * request.tokens * shape.width * shape.value_bytes
-
-
-def most_rows(request: Request, layout: Layout, fullest: float = 1.0) -> float:
-    """Rows that the fullest rank has memory for: as many as come, or over NVLink as many as could, wherever
-    its host does not ask (`imbrex.transport.Nvlink(exact_rows=None)`)."""
-    shape, group = request.shape, layout.group
-    coming = request.tokens * shape.top_k * layout.tp * fullest
-    if layout.transport != "nvlink" or group == 1:
-        return coming
-    slots = math.ceil((shape.experts + layout.replicas) / layout.ep)
-    limit = group * request.tokens * min(shape.top_k, slots)
-    spared = limit * (group - 1) // group * shape.width * shape.value_bytes
-    asks = request.mode == "train" and layout.schedule == "serial" and spared >= SPARED
-    return coming if asks else limit
 
 
 def beyond(world: World, layout: Layout) -> tuple[str, ...]:
@@ -385,19 +318,12 @@ def choices_of_codec(names: Sequence[str], profile: Profile) -> tuple[str, ...]:
 
 
 __all__ = [
-    "MODES",
     "TRANSPORTS",
     "Plan",
-    "Request",
-    "World",
     "beyond",
     "choices_of_codec",
     "choose",
     "layouts",
-    "memory_of",
-    "memory_of_experts",
-    "memory_of_rows",
-    "most_rows",
     "rivals",
     "unasked_plans",
     "weigh",

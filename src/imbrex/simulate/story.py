@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 from imbrex.observe.page import empty_figure, table, write_page
 from imbrex.simulate import scale
 from imbrex.simulate.fabric import Fabric
-from imbrex.simulate.plans import Plan, Request, World, memory_of_rows, rivals
+from imbrex.simulate.memory import memory_of_rows
+from imbrex.simulate.plans import Plan, rivals
 from imbrex.simulate.profile import Profile
+from imbrex.simulate.request import Request, World
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -27,7 +29,7 @@ def lines(plans: Sequence[Plan], request: Request, world: World) -> list[str]:
     """The plan, what is predicted of it, what that rests on, and why not the others."""
     best = plans[0]
     if best.outcome is None:
-        return [_nothing_fits(plans, request), *_as_text(rows_of([best, *rivals(plans)]))]
+        return [_nothing_fits(plans, request, world), *_as_text(rows_of([best, *rivals(plans)]))]
     words = [
         f"plan: {best.layout}",
         *(f"  {name}: {value}" for name, value in facts(best, request, world).items()),
@@ -151,12 +153,12 @@ def _curves(curves: Mapping[str, Sequence[tuple[float, float]]], axis: str) -> F
     return figure
 
 
-def _nothing_fits(plans: Sequence[Plan], request: Request) -> str:
+def _nothing_fits(plans: Sequence[Plan], request: Request, world: World) -> str:
     sized = [plan for plan in plans if plan.memory]
     if not sized:
         return f"nothing can run: {plans[0].why_not}"
     least = min(sized, key=lambda plan: plan.memory)
-    rows = memory_of_rows(request, least.layout, 1 + least.imbalance)
+    rows = memory_of_rows(request, world, least.layout, 1 + least.imbalance)
     if rows > least.memory / 2:
         mend = f"{rows / 1e9:.0f} of them for rows: give fewer tokens a rank"
     else:
