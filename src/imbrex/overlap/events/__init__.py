@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from imbrex.contracts import Experts, Output, Routing, RowExchange, Transport
 from imbrex.exchange.agreement import agree
-from imbrex.overlap.events.device import DeviceForward, DeviceSeat
+from imbrex.overlap.events.backward import Backward
+from imbrex.overlap.events.device import DeviceBackward, DeviceForward, DeviceSeat
 from imbrex.overlap.events.forward import Forward
 from imbrex.overlap.events.ledger import Kind, Ledger
 from imbrex.overlap.events.seat import Patience, Seat, learnt
@@ -126,7 +127,8 @@ class Events:
             exchange.dispatcher.check_in(x_TD, routing)
             self._agree(exchange)
             if exchange.transport.name == "nvlink":
-                seat = DeviceSeat(exchange, self, x_TD.shape[0])
+                patience = {"tau": self.tau, "epsilon": self.epsilon, "every": self.every}
+                seat = DeviceSeat(exchange, x_TD.shape[0], **patience)
             else:
                 seat = Seat(exchange, Patience(self.tau, self.every), self.epsilon)
             self._seats[exchange] = seat
@@ -220,7 +222,9 @@ class _Run(torch.autograd.Function):
         needed = ctx.needs_input_grad[4:]
         parameters = [p for p, need in zip(ctx.parameters, needed, strict=True) if need]
         d_y_TD = grads[0].contiguous()
-        d_x_TD, d_weights_TK, d_parameters = ctx.work.backward(d_y_TD, parameters)
+        call = ctx.work, d_y_TD, parameters
+        backward = DeviceBackward(*call) if isinstance(ctx.work, DeviceForward) else Backward(*call)
+        d_x_TD, d_weights_TK, d_parameters = backward.run()
         ctx.work = None
         each = iter(d_parameters)
         d_each = [next(each) if need else None for need in needed]

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,11 +14,9 @@ from torch import Tensor
 from imbrex.codec.cast import from_bytes
 from imbrex.codec.columns import write
 from imbrex.exchange import rows
+from imbrex.overlap.events.forward import Batch, Forward
 from imbrex.overlap.events.ledger import Host, Kind
 from imbrex.overlap.gradients import gradients_of
-
-if TYPE_CHECKING:
-    from imbrex.overlap.events.forward import Batch, Forward
 
 
 class Backward:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -32,9 +32,6 @@ from imbrex.runtime.streams import Mark
 from imbrex.runtime.words import words
 from imbrex.transport.nvlink import TOKENS_MULTIPLE, Nvlink
 
-if TYPE_CHECKING:
-    from imbrex.overlap.events import Events
-
 
 def wire_of(codec: Codec) -> str:
     """How sums cross by this codec."""
@@ -42,10 +39,13 @@ def wire_of(codec: Codec) -> str:
 
 
 class DeviceSeat:
-    """An exchange's kernels, which layers of the same shape share, and its own patience. Made in its first
-    call, by all ranks together: there is room for as many tokens as any of them has then."""
+    """An exchange's kernels, which layers of the same shape share, and its own patience: tau, epsilon and
+    every are those of `Events`. All ranks make it together, in the exchange's first call: there is room for
+    as many tokens as any of them has then."""
 
-    def __init__(self, exchange: RowExchange, events: Events, num_tokens: int) -> None:
+    def __init__(
+        self, exchange: RowExchange, num_tokens: int, *, tau: float | str, epsilon: int, every: int
+    ) -> None:
         transport, geometry = cast("Nvlink", exchange.transport), exchange.geometry
         # host sync: once a layer
         largest = int(transport.exchange_counts(words(num_tokens)).max())
@@ -62,11 +62,11 @@ class DeviceSeat:
             row_bytes=geometry.hidden_size * DTYPE.itemsize,
             fp8="fp8" in map(wire_of, (exchange.wire.combine, exchange.wire.dispatch_backward)),
         )
-        quantile = learnt(events.tau) if isinstance(events.tau, str) else None
+        quantile = learnt(tau) if isinstance(tau, str) else None
         self.patience = Patience(
-            math.inf if isinstance(events.tau, str) else events.tau,
-            events.epsilon,
-            events.every,
+            math.inf if isinstance(tau, str) else tau,
+            epsilon,
+            every,
             transport.device,
             share=float(quantile.share) if quantile else 0.0,
             factor=quantile.factor if quantile else None,
@@ -209,12 +209,6 @@ class DeviceForward(Call):
         _, came_W, served_W, _ = self.told_4W
         return bool((came_W > served_W).any())
 
-    def backward(
-        self, d_y_TD: Tensor, parameters: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-        """Gradients of the tokens, of their weights, and of `parameters`; once."""
-        return DeviceBackward(self, d_y_TD, parameters).run()
-
 
 class DeviceBackward:
     """Gradients of tokens, weights and `parameters` of a call; the graph of its experts is gone afterwards.
@@ -267,4 +261,4 @@ class DeviceBackward:
         return forward.compute(routed, computed.rows_RD.detach()[order_R])
 
 
-__all__ = ["DeviceForward", "DeviceSeat"]
+__all__ = ["DeviceBackward", "DeviceForward", "DeviceSeat"]

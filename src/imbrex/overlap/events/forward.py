@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,6 @@ from imbrex.codec.columns import write
 from imbrex.contracts import Experts, Routing, RowExchange
 from imbrex.exchange import plan, rows
 from imbrex.exchange.agreement import DTYPES
-from imbrex.overlap.events.backward import Backward
 from imbrex.overlap.events.call import Call
 from imbrex.overlap.events.ledger import Home, Kind, Ledger
 from imbrex.overlap.events.seat import Letter, Seat, Stage
@@ -258,12 +256,6 @@ class Forward(Call):
             y_TD = rows.sum_home(own_TD, back_ND, tokens_N, sizes, self.geometry.rank)
             y_TD = y_TD if addend_TD is None else y_TD + addend_TD.float()
         return y_TD.to(self.dtype), self._kept_choices()
-
-    def backward(
-        self, d_y_TD: Tensor, parameters: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-        """Gradients of the tokens, of their weights, and of `parameters`; once."""
-        return Backward(self, d_y_TD, parameters).run()
 
     def traffic(self) -> tuple[Tensor, list[int]]:
         """The token of every row of the hosts that count, by rank, and how many rows each has; the own rank's
