@@ -22,20 +22,16 @@ from typing import Any
 
 from benchmarks.simulate_cores import KNOWN_WAYS, of_another_day, of_cores, slowed, slowness
 from benchmarks.simulate_fit import (
-    RESULTS,
-    Row,
     is_bytes_fitted,
     is_fused_fitted,
     is_pair_fitted,
     is_piece_fitted,
     is_tiers_fitted,
-    of_exchange,
-    of_schedule,
     of_tiers,
     one_node,
-    rows,
     with_older_host,
 )
+from benchmarks.simulate_rows import RESULTS, Row, of_exchange, of_schedule, rows
 
 from imbrex.bench.results import describe_run, write_results
 from imbrex.simulate.fabric import Fabric, islands

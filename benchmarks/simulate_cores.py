@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import chain
 
 import numpy as np
-from benchmarks.simulate_fit import (
+from benchmarks.simulate_rows import (
     Row,
     commits,
     entries,
