@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from imbrex.bench.ceilings import read_tbps
 from imbrex.serve.between import latent_weights
 
 HEADS, GROUPS, WIDTH = 32, 4, 128
@@ -230,11 +231,6 @@ def captured_us(work: Callable[[], object], layers: int) -> float:
         end.synchronize()
         times.append(1e3 * begin.elapsed_time(end))
     return statistics.median(times[3:]) / layers
-
-
-def read_tbps() -> float:
-    values = torch.ones(1 << 30, dtype=torch.bfloat16, device="cuda")
-    return values.nbytes / captured_us(values.sum, 1) / 1e6
 
 
 @torch.no_grad()

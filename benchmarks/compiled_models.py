@@ -20,11 +20,11 @@ import torch
 import torch._dynamo
 import torch.multiprocessing
 import transformers
-from ceilings import measure_ceilings
 from models import MODELS
 from torch import Tensor, nn
 
 from imbrex.adapters.huggingface import replace_blocks
+from imbrex.bench.ceilings import measure_ceilings
 from imbrex.bench.results import describe_run, write_results
 
 QUESTION = "Does torch.compile(model) with its default arguments gain on one GPU?"

@@ -26,10 +26,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from imbrex import MoEConfig, MoELayer
+from imbrex.bench.ceilings import copy_tbps
 from imbrex.bench.exchange.clock import run_ranks
 from imbrex.bench.results import describe_run, write_results
 from imbrex.bench.serve.rivals import GatherScatterMoE
-from imbrex.bench.shapes import MODELS
+from imbrex.bench.shapes import MODELS, Shape
 
 RESULTS = Path(__file__).parent / "results" / "decode.json"
 QUESTION = "How long does a layer take in a step of decoding, and its kernels?"
@@ -38,8 +39,6 @@ CALLS = 8
 PAUSE = 700_000
 """Cycles, 0.4 ms, in which a host queues a replay."""
 LAUNCHES = {"imbrex-one-launch": True, "imbrex-two-launches": False}
-MEMORY_TBPS = 4.27
-"""A copy's rate on an H200 (docs/baselines.md): what reading the weights of the experts hit takes."""
 
 
 def capture(layers: Sequence[Callable[[Tensor], Any]], x_TD: Tensor) -> torch.cuda.CUDAGraph:
@@ -119,7 +118,7 @@ def make_rival(layer: MoELayer, group: dist.ProcessGroup | None) -> GatherScatte
 def measure(
     rank: int, world: int, models: list[str], tokens: list[int], repeats: int, rivals: bool
 ) -> list[dict[str, Any]]:
-    rows = []
+    rows, tbps = [], copy_tbps()
     for name in models:
         sizes = MODELS[name]
         torch.manual_seed(0)
@@ -132,10 +131,11 @@ def measure(
             draw = torch.Generator("cuda").manual_seed(1000 * count + rank)
             shape = count, sizes.hidden_size
             x_TD = torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=draw)
-            hit, read = weights_read(layers[0], x_TD, sizes, world)
+            hit = experts_hit(layers[0], x_TD, world)
+            weights = {"experts_hit": hit, "read_us": read_us(sizes, hit, tbps), "copy_tbps": round(tbps, 2)}
             for way, modules in ways.items():
                 row = {"op": "decode", "impl": way, "case": {"model": name, "T": count, "W": world}}
-                row |= {"experts_hit": hit, "read_us": round(read, 1), "n": repeats}
+                row |= weights | {"n": repeats}
                 for layer in layers:
                     layer.experts.one_launch = LAUNCHES.get(way)
                 rows.append(row | time_way(modules, x_TD, repeats, timeline=way.startswith("imbrex")))
@@ -157,15 +157,19 @@ def time_way(layers: Sequence[Any], x_TD: Tensor, repeats: int, *, timeline: boo
     return found | ({"kernels": kernels} if timeline else {"launches": len(kernels)})
 
 
-def weights_read(module: Any, x_TD: Tensor, sizes: Any, world: int) -> tuple[int, float]:
-    """Experts of the rank with most that some rank's tokens want, and microseconds to read their weights."""
+def experts_hit(module: Any, x_TD: Tensor, world: int) -> int:
+    """Experts of the rank with most that some rank's tokens want."""
     with torch.no_grad():
         ids_TK = module.gate(x_TD).ids_TK
-    wanted_E = torch.zeros(sizes.num_experts, device="cuda")
+    wanted_E = torch.zeros(module.config.num_experts, device=x_TD.device)
     wanted_E[ids_TK.flatten()] = 1
     dist.all_reduce(wanted_E, op=dist.ReduceOp.MAX)
-    hit = int(wanted_E.view(world, -1).sum(1).max())
-    return hit, 6 * sizes.hidden_size * sizes.intermediate_size * hit / MEMORY_TBPS / 1e6
+    return int(wanted_E.view(world, -1).sum(1).max())
+
+
+def read_us(sizes: Shape, hit: int, tbps: float) -> float:
+    """Microseconds to read the bf16 weights of so many experts at this card's rate."""
+    return round(6 * sizes.hidden_size * sizes.intermediate_size * hit / tbps / 1e6, 1)
 
 
 def main() -> None:

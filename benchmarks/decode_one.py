@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode import MEMORY_TBPS
+from decode import read_us
 from torch import Tensor
 
+from imbrex.bench.ceilings import copy_tbps
 from imbrex.bench.results import describe_run, write_results
 from imbrex.bench.shapes import MODELS, Shape
 from imbrex.kernels.exchange import layout as lay
@@ -100,7 +101,7 @@ def make_weights(shape: Shape) -> Weights:
 
 def measure(model: str, tokens: list[int], repeats: int) -> list[dict[str, Any]]:
     shape, rows = MODELS[model], []
-    weights = [make_weights(shape) for _ in range(2)]
+    weights, tbps = [make_weights(shape) for _ in range(2)], copy_tbps()
     for count in tokens:
         draw = torch.Generator().manual_seed(1000 + count)
         ids = torch.rand(RANKS * count, shape.num_experts, generator=draw).topk(shape.top_k).indices
@@ -108,7 +109,6 @@ def measure(model: str, tokens: list[int], repeats: int) -> list[dict[str, Any]]
         x_TD = torch.randn(RANKS * count, shape.hidden_size, generator=draw).bfloat16().cuda()
         inputs = x_TD, ids.cuda(), torch.rand(ids.shape, generator=draw).cuda()
         hit = len(ids[ids >= 0].unique())
-        read = 6 * shape.hidden_size * shape.intermediate_size * hit / MEMORY_TBPS / 1e6
         layers = {way: Layer(shape, inputs, one_launch=one) for way, one in WAYS.items()}
         for layer in layers.values():
             layer.capture(weights)
@@ -120,7 +120,8 @@ def measure(model: str, tokens: list[int], repeats: int) -> list[dict[str, Any]]
         assert all(torch.equal(first, y_TD) for y_TD in others)
         for way, spans in times.items():
             row = {"op": "decode", "impl": way, "case": {"model": model, "T": count, "W": RANKS}}
-            row |= {"experts_hit": hit, "read_us": round(read, 1), "n": repeats}
+            row |= {"experts_hit": hit, "read_us": read_us(shape, hit, tbps), "n": repeats}
+            row["copy_tbps"] = round(tbps, 2)
             found = {"median_us": statistics.median(spans), "min_us": min(spans), "max_us": max(spans)}
             rows.append(row | {name: round(span, 1) for name, span in found.items()})
             print(rows[-1], flush=True)

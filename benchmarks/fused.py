@@ -13,8 +13,8 @@ import argparse
 from pathlib import Path
 
 import torch
-from ceilings import measure_ceilings
 
+from imbrex.bench.ceilings import measure_ceilings
 from imbrex.bench.exchange.clock import run_ranks
 from imbrex.bench.layer.race import (
     DY_BEFORE,

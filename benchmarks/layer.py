@@ -11,8 +11,8 @@ import argparse
 from pathlib import Path
 
 import torch
-from ceilings import measure_ceilings
 
+from imbrex.bench.ceilings import measure_ceilings
 from imbrex.bench.exchange.clock import run_ranks
 from imbrex.bench.layer.race import OPS, OURS, PAUSE_CYCLES, Entry, Race, host_microseconds, phases, race
 from imbrex.bench.results import describe_run

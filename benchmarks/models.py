@@ -24,13 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from ceilings import measure_ceilings
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import imbrex
 from imbrex.adapters.huggingface import replace_blocks
 from imbrex.adapters.transformers import register
+from imbrex.bench.ceilings import measure_ceilings
 from imbrex.bench.exchange.clock import run_ranks
 from imbrex.bench.results import describe_run, write_results
 from imbrex.parallel.backward import sync_in_backward

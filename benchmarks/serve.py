@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from imbrex.bench.ceilings import read_tbps, seconds_of
 from imbrex.bench.exchange.clock import run_ranks
 from imbrex.bench.results import describe_run, write_results
 from imbrex.bench.serve.loop import Load, serve
@@ -184,23 +185,6 @@ def ready_chunk(engine: Engine, tokens: int) -> None:
     chunk.wanted_B.zero_()
 
 
-def read_tbps() -> float:
-    """TB/s of reading 2 GiB of memory, by a sum."""
-    values = torch.ones(1 << 30, dtype=torch.bfloat16, device="cuda")
-    times = [_seconds(values.sum) for _ in range(8)]
-    return values.nbytes / min(times) / 1e12
-
-
-def _seconds(work: Any) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    work()
-    end.record()
-    # host sync: a measurement reads its clock
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
-
-
 def slowest_seconds(prepare: Callable[[], None], program: Callable[[], object]) -> float:
     """The median call, the slowest rank's."""
     align, times = torch.zeros(1, device="cuda"), []
@@ -208,7 +192,7 @@ def slowest_seconds(prepare: Callable[[], None], program: Callable[[], object]) 
         prepare()
         torch.cuda._sleep(PAUSE)
         dist.all_reduce(align)
-        times.append(_seconds(program))
+        times.append(seconds_of(program))
     taken = torch.tensor(statistics.median(times[3:]), device="cuda")
     dist.all_reduce(taken, dist.ReduceOp.MAX)
     return float(taken)

@@ -31,9 +31,9 @@ CONSTANT = 4 * MB
 M_MMAP_THRESHOLD = -3
 
 
-def config_of(sizes: dict[str, int]) -> MixtralConfig:
+def config_of(sizes: dict[str, Any]) -> MixtralConfig:
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts_per_tok": 2}
-    return MixtralConfig(**(heads | sizes), vocab_size=64)
+    return MixtralConfig(**heads, **sizes, vocab_size=64)
 
 
 @pytest.fixture(scope="module")
