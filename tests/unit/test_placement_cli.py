@@ -76,6 +76,26 @@ def test_replay_does_not_count_layers_without_choices() -> None:
         replay(history, LoadHistory(counts_ILE=counts[1:], layers=(0, 1)), "none", 2, 3)
 
 
+def test_ranks_that_an_engine_cannot_have_do_not_end_a_replay(trace, capsys) -> None:
+    """The default policies and slots, 8 experts and 2 more a rank: 14 on 3 ranks."""
+    given = ["--trace", str(trace / "one.npy"), "--batch", "50", "--experts", "8"]
+    assert main(["balance", "replay", *given, "--ranks", "3,4"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [row[2] for row in rows] == ["none", "deepseek", "balanced"] * 2
+    assert " ".join(rows[1][3:]) == "14 slots do not divide over 3 ranks, as it needs"
+    assert float(rows[4][3]) > 0
+    with pytest.raises(SystemExit):
+        main(["balance", "replay", *given, "--ranks", "3", "--policy", "deepseek,tensorrt_llm"])
+    assert "no policy can be scored" in capsys.readouterr().err
+
+
+def test_nothing_recorded_is_not_stable(tmp_path, capsys) -> None:
+    (tmp_path / "stats.json").write_text(json.dumps({"logical_count": [[[0, 0]], [[0, 0]]]}))
+    with pytest.raises(SystemExit):
+        main(["balance", "stability", "--trace", str(tmp_path / "stats.json")])
+    assert "nothing was chosen in any iteration" in capsys.readouterr().err
+
+
 def test_colours_tell_ten_percent_from_the_mean(tmp_path) -> None:
     """Rank loads are drawn around the mean, and full colour is at most 40 % away."""
     loads = np.array([[[11.0, 9.0], [0.0, 0.0]]])

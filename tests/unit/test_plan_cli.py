@@ -22,15 +22,23 @@ from imbrex.simulate.profile import Profile
         (["--gpus", "0"], "--gpus is 0: give at least 1"),
         (["--gpus", "8", "--nodes", "-1"], "--nodes is -1: give at least 1"),
         (["--gpus", "8", "--nodes", "3"], "8 GPUs do not divide into 3 nodes"),
+        (["--gpus", "12", "--network", "FABRIC"], "12 GPUs are not whole nodes of 8, as the first tier of"),
+        (["--gpus", "16", "--nodes", "1", "--network", "FABRIC"], "16 GPUs on 1 nodes are not whole nodes"),
+        (["--gpus", "4", "--nodes", "2", "--network", "FABRIC"], "4 GPUs on 2 nodes are not whole nodes"),
+        (["--gpus", "8", "--trace", "FABRIC", "--skew", "even"], "a trace says how choices fall"),
         (["--gpus", "8", "--layers", "0"], "0 layers; give at least 1"),
         (["--gpus", "8", "--tokens", "0"], "0 tokens; give at least 1"),
         (["--gpus", "8", "--seed", "-1"], "seed -1; give a number from 0 up"),
         (["--gpus", "8", "--stragglers", "0,2,3"], "a chance of at most 1"),
     ],
 )
-def test_wrong_words_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_words_are_refused(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiers = [{"ranks": 8, "gbytes_s": 300}, {"gbytes_s": 45}]
+    (tmp_path / "fabric.json").write_text(json.dumps({"tiers": tiers}))
     with pytest.raises(SystemExit):
-        main(["plan", *words])
+        main(["plan", *(str(tmp_path / "fabric.json") if word == "FABRIC" else word for word in words)])
     assert said in capsys.readouterr().err
 
 
@@ -128,3 +136,39 @@ def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert profile.entries["product_flops_s"].status == "measured"
     assert profile.entries["encode_values_s:int8"].status == "assumed"
     assert main(["plan", "--model", "64,32,8,2", "--gpus", "4", "--nodes", "2", "--profile", str(out)]) == 0
+
+
+def test_a_network_says_what_its_nodes_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiers = [{"ranks": 8, "gbytes_s": 300}, {"gbytes_s": 45}]
+    (tmp_path / "fabric.json").write_text(json.dumps({"tiers": tiers}))
+    words = ["plan", "--gpus", "16", "--model", "64,32,8,2", "--network", str(tmp_path / "fabric.json")]
+    assert main(words) == 0
+    alone = capsys.readouterr().out
+    assert main([*words, "--nodes", "2"]) == 0
+    assert capsys.readouterr().out == alone
+
+
+def test_a_trace_of_another_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ids of 15 experts, two a token: of a model of 16 the last may never have been chosen, which has to be
+    said; a model of four choices has no such tokens."""
+    ids = np.tile(np.arange(14)[:, None] + np.arange(2), (50, 1))[None]
+    np.save(tmp_path / "ids.npy", ids)
+    words = ["plan", "--gpus", "2", "--trace", str(tmp_path / "ids.npy"), "--model"]
+    for model, said in (
+        ("64,32,16,2", "it has 15 experts, the model 16; give a trace of this model, or --experts 16"),
+        ("64,32,15,4", "its tokens have 2 choices, the model's 4; give a trace of this model"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*words, model])
+        assert said in capsys.readouterr().err
+    assert main([*words, "64,32,16,2", "--experts", "16"]) == 0
+
+
+def test_json_for_a_program_is_all_that_stands_in_the_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "--gpus", "2", "--model", "64,32,8,2", "--json", "-"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["plan"]["layout"]["ep"] >= 1
+    assert said.err.startswith("plan: EP ")

@@ -17,6 +17,9 @@ from imbrex.placement.replay import replay as score
 from imbrex.placement.stability import between
 from imbrex.placement.stability import stability as measure
 
+ENGINES = ("deepseek", "tensorrt_llm")
+"""Policies of engines, which want as many slots on every rank."""
+
 
 def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
     add_input(parser, "--trace", several=True)
@@ -47,10 +50,16 @@ def replay(args: argparse.Namespace) -> int:
         slots = _numbers("--slots", args.slots) if args.slots else [train.num_experts + 2 * num_ranks]
         for num_slots in slots:
             for policy in args.policy.split(","):
+                if policy in ENGINES and num_slots % num_ranks:
+                    refused = f"{num_slots} slots do not divide over {num_ranks} ranks, as it needs"
+                    print(f"{num_ranks:>5} {num_slots:>6} {policy:<13} {refused}")
+                    continue
                 scores = score(train, test, policy, num_ranks, num_slots, pace=pace, sources=sources)
                 _print(num_ranks, num_slots, scores)
                 rows.append(_row(num_ranks, num_slots, scores))
                 stories.append(_story(whole, num_ranks, num_slots, scores))
+    if not rows:
+        raise ValueError("replay: no policy can be scored; give other --slots, or --policy balanced")
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(rows, file)

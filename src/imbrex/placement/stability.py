@@ -27,9 +27,11 @@ class Stability:
 
 
 def stability(history: LoadHistory) -> Stability:
-    """Raises ValueError with fewer than two iterations."""
+    """Raises ValueError with fewer than two iterations, and without choices."""
     if history.num_iterations < 2:
         raise ValueError("stability: one iteration has no neighbour; give at least 2")
+    if not history.counts_ILE.any():
+        raise ValueError("stability: nothing was chosen in any iteration; record again")
     shares_ILE = _shares(history.counts_ILE)
     errors = {decay: _prediction_error(history.counts_ILE, shares_ILE, decay) for decay in DECAYS}
     return Stability(

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from imbrex.simulate.profile import Profile
+from imbrex.simulate.profile import STATUSES, Profile
 
 WORDS = {"name", "status", "source"}
 KNOWN = WORDS | {"ranks", "gbytes_s", "start_us", "latency_us", "oversubscription", "port_ranks"}
@@ -131,6 +131,9 @@ def _tier(line: Mapping[str, Any], below: Sequence[Tier], *, last: bool, world: 
         raise ValueError(f"fabric: tier {name} has no `gbytes_s`, and none below; give its rate")
     if "ranks" not in line and not last:
         raise ValueError(f"fabric: tier {name} has no `ranks`; only the last one holds all there are")
+    status = str(line.get("status", "assumed"))
+    if status not in STATUSES:
+        raise ValueError(f"fabric: tier {name} has status {status!r}; use {', '.join(STATUSES)}")
     under = below[-1] if below else Tier(name="", ranks=1, bytes_s=0.0)
     settings = {
         "ranks": math.ceil(max(world, under.ranks) / under.ranks) * under.ranks,
@@ -147,7 +150,7 @@ def _tier(line: Mapping[str, Any], below: Sequence[Tier], *, last: bool, world: 
         start=1e-6 * settings["start_us"],
         latency=1e-6 * settings["latency_us"],
         port_ranks=int(settings["port_ranks"]),
-        status=str(line.get("status", "assumed")),
+        status=status,
         source=str(line.get("source", "the fabric file")),
     )
 
@@ -162,7 +165,8 @@ def _number(tier: str, key: str, value: Any) -> float:
     else:
         right, kind = number > 0, "a number above 0"
     if not right or number == math.inf:
-        raise ValueError(f"fabric: tier {tier} has {key} {value!r}; give {kind}")
+        text = "; it is text, as 1e3 is in YAML: write 1000" if isinstance(value, str) else ""
+        raise ValueError(f"fabric: tier {tier} has {key} {value!r}; give {kind}{text}")
     return number
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from imbrex.simulate import traffic
 from imbrex.simulate.request import Request, World
-from imbrex.simulate.run import Layout
+from imbrex.simulate.run import Layout, kernels_inside
 
 SPARED = 200 << 20
 """Bytes of rows for which a host asks how many there are, where a backward keeps them (`exchange/nvlink`)."""
@@ -90,9 +90,13 @@ def _by_kernels(request: Request, world: World, layout: Layout, fullest: float) 
     """Ranks among which kernels move rows, one where bytes are moved, and the tokens that each gives them."""
     if layout.transport == "nvlink":
         return layout.group, request.tokens
-    if layout.transport == "tiered" and world.kernels_inside(request.shape):
+    if layout.transport == "tiered" and _kernels_inside(request, world):
         return world.fabric.node, _tokens(request, world, layout, fullest).pool
     return 1, request.tokens
+
+
+def _kernels_inside(request: Request, world: World) -> bool:
+    return kernels_inside(world.profile, request.shape, world.fabric.node)
 
 
 def _heap(request: Request, world: World, layout: Layout, fullest: float) -> float:
@@ -109,7 +113,7 @@ def _in_hand(request: Request, world: World, layout: Layout, rows: float, fulles
     of, sums = _tokens(request, world, layout, fullest), 4 / request.shape.value_bytes
     if layout.transport == "tiered":
         across = of.away + of.here
-        if world.kernels_inside(request.shape):
+        if _kernels_inside(request, world):
             return across + 2 * of.pool + max(sums, 3) * of.own
         inside = of.inner_going + of.inner_coming
         if request.training:

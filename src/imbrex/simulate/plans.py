@@ -33,8 +33,13 @@ NODEWISE = ("hierarchical", "tiered", "2dh", "pipe")
 TIERED_NODES = 2
 """Nodes, of a GPU each, on which two tiers in one stream were measured (`benchmarks/results/tiers.json`)."""
 NVLINK_CODECS = ("identity", "fp8")
+FP8_MULTIPLE, FUSED_MULTIPLE = 512, 8
+"""Values of a row of which the kernels over NVLink write multiples in fp8 (`exchange/nvlink_fit.py`), and
+widths of which fused ones take multiples (`kernels/ffn/widths.py`)."""
 CLOSE = 1.02
 """Plans within this of the best are as good: the simpler one is taken."""
+TELLS = 0.05
+"""A smaller change cannot be told from a prediction's error."""
 MOST_DRAWN = 256
 """Ranks up to which rows of every rank are drawn and placed; beyond, the mean rank stands for all."""
 
@@ -104,8 +109,8 @@ def _unasked_for(plan: Plan, best: Plan) -> str:
         price, option = "it rounds rows", f"--codecs {best.layout.codec},{layout.codec}"
     else:
         price, option = "it takes memory", f"--replicas 0,{layout.replicas}"
-    if change > 1 - CLOSE:
-        return f"nobody asked for it, and it gains nothing ({change:+.1%})"
+    if change > -TELLS:
+        return f"nobody asked for it, and it gains nothing that can be told ({change:+.1%})"
     return f"takes {-change:.0%} less, but {price}: ask by {option}"
 
 
@@ -113,8 +118,9 @@ def layouts(request: Request) -> Iterator[Layout]:
     """Every combination worth a look."""
     for ep, tp in divisions(request):
         for transport in TRANSPORTS:
-            codecs = NVLINK_CODECS if transport == "nvlink" else request.codecs
-            for codec in (name for name in codecs if name in request.codecs):
+            codecs = [c for c in request.codecs if transport != "nvlink" or c in NVLINK_CODECS]
+            # A rank alone encodes nothing.
+            for codec in codecs if ep * tp > 1 else request.codecs[:1]:
                 for schedule in SCHEDULES[request.mode]:
                     if schedule == "fused" and transport != "nvlink":
                         continue
@@ -178,14 +184,11 @@ def why_not_possible(request: Request, world: World, layout: Layout) -> str | No
     if group == 1 and layout.transport != "alltoall":
         return "there is only one rank, and nothing to move"
     if layout.transport == "nvlink":
-        if group > min(node, run.NVLINK_RANKS):
-            return f"its kernels exchange among at most {min(node, run.NVLINK_RANKS)} ranks of a node"
-        if request.shape.value_bytes != 2:
-            return "its kernels move bfloat16 only"
-        if layout.schedule == "fused" and layout.codec != "identity":
-            return "fused kernels move rows as they are"
-        if layout.schedule == "fused" and request.tokens <= run.FEW_FUSED:
-            return f"calls of {run.FEW_FUSED} tokens a rank or fewer have a kernel of their own, not fused"
+        reason = _why_not_nvlink(request, world, layout)
+        if reason is not None:
+            return reason
+    elif layout.transport in NODEWISE and request.ranks <= node:
+        return "all ranks are on one node"
     elif layout.transport in NODEWISE and (group <= node or group % node):
         return f"{group} ranks are not several whole nodes of {node}"
     if layout.transport == "tiered":
@@ -195,6 +198,26 @@ def why_not_possible(request: Request, world: World, layout: Layout) -> str | No
             return "the profile says nothing of two tiers in one stream; write it anew with `imbrex profile`"
     if layout.replicas and layout.replicas + request.shape.experts > layout.ep * request.shape.experts:
         return "a rank would hold an expert twice"
+    return None
+
+
+def _why_not_nvlink(request: Request, world: World, layout: Layout) -> str | None:
+    shape, limit = request.shape, min(world.fabric.node, run.NVLINK_RANKS)
+    if layout.group > limit:
+        return f"its kernels exchange among at most {limit} ranks of a node"
+    reason = run.why_not_kernels(shape)
+    if reason is not None:
+        return reason
+    if layout.codec == "fp8" and shape.width % FP8_MULTIPLE:
+        return f"its kernels write fp8 rows of multiples of {FP8_MULTIPLE} values"
+    if layout.schedule != "fused":
+        return None
+    if layout.codec != "identity":
+        return "fused kernels move rows as they are"
+    if shape.width % FUSED_MULTIPLE or shape.inner // layout.tp % FUSED_MULTIPLE:
+        return f"fused kernels take widths of multiples of {FUSED_MULTIPLE}"
+    if request.tokens <= run.FEW_FUSED:
+        return f"calls of {run.FEW_FUSED} tokens a rank or fewer have a kernel of their own, not fused"
     return None
 
 
@@ -257,24 +280,29 @@ def _against(plan: Plan, best: Plan) -> str:
     slower = plan.seconds / best.seconds - 1
     if slower <= CLOSE - 1:
         return f"as fast ({slower:+.1%}), with more parts" if slower < 0 else f"{slower:.1%} slower"
-    parts = {
-        "its rows take longer": _moves(plan.outcome) - _moves(best.outcome),
-        "its experts take longer": plan.outcome.tasks["experts"] - best.outcome.tasks["experts"],
-        f"its {_beside(plan.layout)} take longer": _codes(plan.outcome) - _codes(best.outcome),
-        "it sums gradients of more copies": plan.outcome.sync - best.outcome.sync,
-    }
-    reason, loss = max(parts.items(), key=lambda pair: pair[1])
-    if loss >= 0.3 * (plan.seconds - best.seconds):
-        return f"{slower:.0%} slower: {reason} ({1e3 * loss:.2g} ms)"
-    if _hiding(plan.layout) < _hiding(best.layout):
-        return f"{slower:.0%} slower: it hides less"
-    what = "launches" if plan.layout.schedule == "fused" else "chunks"
-    return f"{slower:.0%} slower: its {what} cost more than they hide"
+    longer = {name: plan.outcome.parts[name] - seconds for name, seconds in best.outcome.parts.items()}
+    longer["sync"] = plan.outcome.sync - best.outcome.sync
+    hidden = plan.seconds - best.seconds - sum(longer.values())
+    name, loss = max([*longer.items(), ("hidden", hidden)], key=lambda pair: pair[1])
+    return f"{slower:.0%} slower: {_in_words(name, plan.layout, best.layout)} ({1e3 * loss:.2g} ms)"
 
 
-def _beside(layout: Layout) -> str:
-    """Tasks beside experts and moves, in words."""
-    return "copies and rows inside nodes" if layout.transport == "tiered" else "codec and copies"
+def _in_words(name: str, layout: Layout, best: Layout) -> str:
+    """The part of an outcome that a layout loses most by, or what is hidden of all, in words."""
+    if name == "hidden":
+        if _hiding(layout) <= _hiding(best):
+            return "it hides less"
+        what = "launches" if layout.schedule == "fused" else "chunks"
+        return f"its {what} cost more than they hide"
+    if name == "copies" and layout.transport == "tiered":
+        return "its copies and rows inside nodes take longer"
+    return {
+        "rows": "its rows take longer",
+        "experts": "its experts take longer",
+        "copies": f"its {'codec and ' * (layout.codec != 'identity')}copies take longer",
+        "host": "its host takes longer, as it asks for counts",
+        "sync": "it sums gradients of more copies",
+    }[name]
 
 
 def _hiding(layout: Layout) -> tuple[int, bool]:
@@ -295,14 +323,6 @@ def rivals(plans: Sequence[Plan]) -> list[Plan]:
                 telling.append(plan)
     unique = {plan.layout: plan for plan in telling}
     return sorted(unique.values(), key=lambda plan: plan.seconds)
-
-
-def _moves(outcome: Outcome) -> float:
-    return outcome.tasks["move_out"] + outcome.tasks["move_back"]
-
-
-def _codes(outcome: Outcome) -> float:
-    return sum(outcome.tasks[k] for k in ("encode_out", "decode_out", "encode_back", "decode_back"))
 
 
 def choices_of_codec(names: Sequence[str], profile: Profile) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from imbrex.simulate import run
 from imbrex.simulate.device import Shape
 from imbrex.simulate.fabric import Fabric
 from imbrex.simulate.loads import Spread, Stragglers
@@ -45,11 +44,6 @@ class World:
     def is_processor(self) -> bool:
         """Whether experts are computed by a processor, without kernels."""
         return self.profile["multiprocessors"] <= 1
-
-    def kernels_inside(self, shape: Shape) -> bool:
-        """Whether kernels move rows inside a node, where something else does between nodes."""
-        able = shape.value_bytes == 2 and not self.is_processor
-        return able and 1 < self.fabric.node <= run.NVLINK_RANKS
 
 
 __all__ = ["MODES", "Request", "World"]

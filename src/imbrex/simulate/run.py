@@ -24,6 +24,7 @@ from imbrex.simulate.engine import Arrival, Floats, simulate
 from imbrex.simulate.fabric import Fabric
 from imbrex.simulate.loads import Stragglers
 from imbrex.simulate.profile import Profile
+from imbrex.transport.nvlink import MOST_CHOICES, ROW_MULTIPLE
 
 NVLINK_RANKS = 16
 """Ranks among which the kernels over NVLink exchange rows (`transport/nvlink.py`)."""
@@ -70,13 +71,15 @@ class Layout:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """Seconds of one layer's forward and backward, of the slowest rank. tiers: bytes that a rank sends on the
-    way out of a forward, tier by tier. tasks: seconds of every kind of task of the slowest rank, all chunks
-    one after the other. sync: of the gradients of experts that other groups hold too."""
+    way out of a forward, tier by tier. tasks: seconds of every kind of task of the slowest rank in a forward,
+    in one chunk, one after the other. parts: what these are of, and those of a backward: rows on their way,
+    experts, copies, the host. sync: of the gradients of experts that other groups hold too."""
 
     forward: float
     backward: float
     tiers: tuple[float, ...]
     tasks: Mapping[str, float]
+    parts: Mapping[str, float]
     sync: float = 0.0
 
     @property
@@ -106,13 +109,16 @@ def predict(case: Case, layout: Layout, *, backward: bool = True) -> Outcome:
     """Simulate a layer's forward and, if asked for, its backward."""
     costs = _Costs(case, layout)
     scheduler, degree = parse_schedule(layout.schedule)
-    spans = [_makespan(costs, scheduler, degree, back) for back in ((False, True) if backward else (False,))]
+    ways = (False, True) if backward else (False,)
+    spans = [_makespan(costs, scheduler, degree, back) for back in ways]
     seconds = costs.seconds(1, backward=False, apart=True)
+    parts = [costs.parts(back) for back in ways]
     return Outcome(
         forward=spans[0] + costs.planning(degree),
         backward=spans[1] if backward else 0.0,
         tiers=costs.flow.nbytes,
         tasks={task.kind.name: float(part.max()) for task, part in seconds.items()},
+        parts={name: sum(of[name] for of in parts) for name in parts[0]},
         sync=gradient_sync(case, layout) if backward else 0.0,
     )
 
@@ -128,6 +134,27 @@ def parse_schedule(schedule: str) -> tuple[str, int]:
         known = ", ".join(f"{part}-2" for part in SCHEDULERS)
         raise ValueError(f"simulate: schedule {schedule!r}; use serial, fused, {known}, {', '.join(DESIGNS)}")
     return name, int(number)
+
+
+def has_kernels(profile: Profile, shape: Shape) -> bool:
+    """Whether experts are computed by kernels, and a rank alone has those of a crossing."""
+    return shape.value_bytes == 2 and profile["multiprocessors"] > 1
+
+
+def kernels_inside(profile: Profile, shape: Shape, node: int) -> bool:
+    """Whether kernels move rows inside a node, where something else does between nodes."""
+    return has_kernels(profile, shape) and 1 < node <= NVLINK_RANKS and why_not_kernels(shape) is None
+
+
+def why_not_kernels(shape: Shape) -> str | None:
+    """Why the kernels over NVLink do not move a layer's rows, or `None` (`exchange/nvlink_fit.py`)."""
+    if shape.value_bytes != 2:
+        return "its kernels move bfloat16 only"
+    if shape.width * shape.value_bytes % ROW_MULTIPLE:
+        return f"its kernels move rows of multiples of {ROW_MULTIPLE} bytes"
+    if shape.top_k > MOST_CHOICES:
+        return f"its kernels take at most {MOST_CHOICES} choices a token"
+    return None
 
 
 def gradient_sync(case: Case, layout: Layout) -> float:
@@ -164,9 +191,8 @@ class _Costs:
     def __init__(self, case: Case, layout: Layout) -> None:
         self.case, self.layout, self.profile = case, layout, case.profile
         shape, group = case.shape, layout.group
-        has_kernels = shape.value_bytes == 2 and self.profile["multiprocessors"] > 1
-        self.kernels = layout.transport == "nvlink" or (group == 1 and has_kernels)
-        self.kernels_inside = has_kernels and 1 < case.fabric.node <= NVLINK_RANKS
+        self.kernels = layout.transport == "nvlink" or (group == 1 and has_kernels(self.profile, shape))
+        self.kernels_inside = kernels_inside(self.profile, shape, case.fabric.node)
         self.tiered = layout.transport == "tiered"
         row = make(layout.codec).nbytes(shape.width, DTYPES[shape.value_bytes])
         self.crowd = traffic.Crowd(
@@ -229,6 +255,29 @@ class _Costs:
             by_kind |= {kind: by_kind[kind] + self.host(backward=backward) / len(own) for kind in own}
         every = tasks(degree, weights=backward)
         return {task: by_kind[task.kind] * scale * self._slowed(task.kind) for task in every}
+
+    def parts(self, backward: bool) -> dict[str, float]:
+        """Seconds of one direction in one chunk, one task after the other, by what they are of."""
+        sums = dict.fromkeys(("rows", "experts", "copies"), 0.0)
+        for task, of_ranks in self.seconds(1, backward=backward, apart=True).items():
+            moves = task.kind in (Kind.move_out, Kind.move_back)
+            name = "rows" if moves else "experts" if task.kind in (Kind.experts, Kind.weights) else "copies"
+            sums[name] += float(of_ranks.max())
+        host, pause = self._asking(backward)
+        host *= float(self.speed_W.max())
+        # A backward waits for a host that is slower than its tasks.
+        rest = self.queued(1, backward=backward) - sum(sums.values())
+        sums |= {"copies": sums["copies"] - host, "rows": sums["rows"] - pause}
+        planning = 0.0 if backward else self.planning(1)
+        return sums | {"host": host + pause + planning + max(rest, 0.0) * backward}
+
+    def _asking(self, backward: bool) -> tuple[float, float]:
+        """Seconds of a chunk in which a GPU's host asks for counts, so that nothing is copied, and those of
+        them in which nothing moves. In two tiers rows move all the same."""
+        if backward or not self.runs_ahead:
+            return 0.0, 0.0
+        host = self.host(backward=False)
+        return host, 0.0 if self.tiered else host * self.profile["host_holds_moves"]
 
     def _slowed(self, kind: Kind) -> Floats:
         return np.ones(1) if kind in (Kind.move_out, Kind.move_back) else self.speed_W
@@ -297,9 +346,7 @@ class _Costs:
         out_W = rows_out * np.ones_like(self.load_W)
         arrived_W, rows_W = rows_out * self.load_W, self.rows * self.load_W / degree
         copied = value / profile["copied_bytes_s"]
-        host = self.host(backward=backward) if self.runs_ahead and not backward else 0.0
-        # While the host asks for counts, it computes nothing and no rows are under way.
-        pause = 0.0 if backward else host * profile["host_holds_moves"]
+        host, pause = self._asking(backward)
         wire_W = self._wire(degree)
         coded = device.codec_seconds
         width = shape.width
@@ -328,7 +375,7 @@ class _Costs:
             spread, summed = self._crossings(near_W, pool, degree, routed=not backward, beside=degree > 1)
         else:
             spread = summed = near_W + self.rows * self.load_W / degree * copied
-        host = self.host(backward=backward) if self.runs_ahead and not backward else 0.0
+        host, _ = self._asking(backward)
         coded = device.codec_seconds
         return {
             Kind.encode_out: host + leave_W * copied + coded(profile, codec, "encode", leave_W, width),
@@ -340,4 +387,14 @@ class _Costs:
         }
 
 
-__all__ = ["Case", "Layout", "Outcome", "gradient_sync", "parse_schedule", "predict"]
+__all__ = [
+    "Case",
+    "Layout",
+    "Outcome",
+    "gradient_sync",
+    "has_kernels",
+    "kernels_inside",
+    "parse_schedule",
+    "predict",
+    "why_not_kernels",
+]

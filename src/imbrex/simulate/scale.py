@@ -71,13 +71,16 @@ def over_rates(
     return _curves(points)
 
 
-def ends(curves: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, str]:
-    """Where each idea helps, in words, from the first place to the last where its gain is `HELPS`."""
+def ends(
+    curves: Mapping[str, Sequence[tuple[float, float]]], per: float = 1.0, unit: str = ""
+) -> dict[str, str]:
+    """Where each idea helps, in words, from the first place to the last where its gain is `HELPS`. Places are
+    told in `unit`, of which `per` are one."""
     words = {}
     for idea, curve in curves.items():
         where = [x for x, gain in curve if gain >= HELPS]
         best = max(gain for _, gain in curve)
-        span = f"from {where[0]:g} to {where[-1]:g}" if where else "nowhere"
+        span = f"from {where[0] / per:g} to {where[-1] / per:g}{unit}" if where else "nowhere"
         words[idea] = f"{span}, at most {best:.2f} times"
     return words
 

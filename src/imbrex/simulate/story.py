@@ -20,8 +20,13 @@ if TYPE_CHECKING:
 
 HEAD = ("EP", "TP", "DP", "transport", "codec", "schedule", "replicas", "ms a layer", "GB a rank", "why not")
 SCALED = (
-    ("Gain of each idea over ranks", "ranks", scale.over_ranks),
-    ("Gain of each idea over the rate between nodes", "bytes a second of a rank", scale.over_rates),
+    ("Gain of each idea over ranks", "ranks", scale.over_ranks, (1.0, " ranks")),
+    (
+        "Gain of each idea over the rate between nodes",
+        "bytes a second of a rank",
+        scale.over_rates,
+        (1e9, " GB/s"),
+    ),
 )
 
 
@@ -109,9 +114,9 @@ def write_story(path: str | os.PathLike[str], plans: Sequence[Plan], request: Re
     why = "For everything that the plan is not: the fastest that is, and what it loses; or why it cannot run."
     sections.append(("Why not the others", why, table(HEAD, rows_of([best, *rivals(plans)]))))
     growth = scale.Growth(profile=world.profile, node=world.fabric.node)
-    for heading, axis, curves in SCALED:
+    for heading, axis, curves, unit in SCALED:
         by_idea = curves(growth)
-        where = "; ".join(f"{idea}: {words}" for idea, words in scale.ends(by_idea).items())
+        where = "; ".join(f"{idea}: {words}" for idea, words in scale.ends(by_idea, *unit).items())
         about = (
             f"Simulated for DeepSeek-V3's widths, two experts a rank, with stragglers. Above 1.05: {where}."
         )
