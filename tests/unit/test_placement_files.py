@@ -117,6 +117,18 @@ def missing_layer(tmp_path):
     return tmp_path
 
 
+def other_layers(tmp_path):
+    (tmp_path / "rank0.jsonl").write_text(
+        '{"iter": 0, "layer": 3, "tpe": [1, 2]}\n{"iter": 0, "layer": 4, "tpe": [1, 2, 3]}'
+    )
+    return tmp_path
+
+
+def other_rows(tmp_path):
+    (tmp_path / "a.json").write_text('{"logical_count": [[1, 2], [1, 2, 3]]}')
+    return tmp_path / "a.json"
+
+
 def negative(tmp_path):
     (tmp_path / "a.json").write_text('{"logical_count": [[1, -1]]}')
     return tmp_path / "a.json"
@@ -166,6 +178,8 @@ def objects_of_torch(tmp_path):
         (objects_of_torch, "other things than tensors and numbers"),
         (cut, "ends 8 bytes early"),
         (missing_layer, "layer 1 is missing in iteration 0"),
+        (other_layers, "layers 3 and 4 differ in their experts; give layers of one kind in a file"),
+        (other_rows, "rows of counts differ in length, .* give layers of one kind in a file"),
         (negative, "not negative"),
         (fraction, "whole numbers"),
         (half_json, "JSONDecodeError"),

@@ -110,6 +110,12 @@ def _from_cells(counts: dict[tuple[int, int], Ints], top_k: int = 0) -> LoadHist
         for layer in layers:
             if (iteration, layer) not in counts:
                 raise ValueError(f"layer {layer} is missing in iteration {iteration}")
+    first = len(counts[iterations[0], layers[0]])
+    other = next((layer for layer in layers for i in iterations if len(counts[i, layer]) != first), None)
+    if other is not None:
+        raise ValueError(
+            f"layers {layers[0]} and {other} differ in their experts; give layers of one kind in a file"
+        )
     return LoadHistory(
         counts_ILE=np.stack([np.stack([counts[i, layer] for layer in layers]) for i in iterations]),
         layers=tuple(layers),
@@ -123,7 +129,10 @@ def _from_counts(counts: Any) -> LoadHistory:
     try:
         array = np.asarray(counts.cpu() if isinstance(counts, torch.Tensor) else counts, dtype=np.float64)
     except (ValueError, TypeError):
-        raise ValueError("rows of counts differ in length, or hold something else than numbers") from None
+        raise ValueError(
+            "rows of counts differ in length, or hold something else than numbers; give layers of one kind "
+            "in a file"
+        ) from None
     array = array[None] if array.ndim == 2 else array
     if array.ndim != 3 or not np.isfinite(array).all() or (np.rint(array) != array).any():
         raise ValueError(
