@@ -4,10 +4,10 @@
     python -m benchmarks.simulate       # predicts what was held out, writes results/simulate.json
 
 `benchmarks/simulate_fit.py` and `simulate_cores.py` say what is fitted to. Held out: every whole layer over
-NVLink at 2 and 4 GPUs (`layer.json`), serial and fused layers on 2 (`fused.json`) but those named there,
-every schedule over NVLink and over sockets, every other exchange, two tiers in one stream in other numbers
-of chunks and with their backward (`tiers.json`), the sweep's second half on two cores. A row that was fitted
-to is never validated on.
+NVLink at 2 and 4 GPUs (`layer.json`), serial and fused layers on 2 H200 (`fused.json`) but those named there,
+and all on 2 and 4 H100, by the profile of an H200; every schedule over NVLink and over sockets, every other
+exchange, two tiers in one stream in other numbers of chunks and with their backward (`tiers.json`), the
+sweep's second half on two cores. A row that was fitted to is never validated on.
 """
 
 from __future__ import annotations
@@ -97,14 +97,11 @@ def _gpu_parts(profile: Profile) -> list[Part]:
 
     predicted = partial(of_schedule, profile)
     layers = tuple(row for row in rows("layer", "H200") if row["impl"] == "imbrex-serial")
+    both = [row for row in rows("fused") if row["impl"] in ("imbrex-serial", "imbrex-fused")]
     fused = tuple(
-        row
-        for row in rows("fused")
-        if row["run"] == 0
-        and row["impl"] in ("imbrex-serial", "imbrex-fused")
-        and not is_piece_fitted(row)
-        and not is_fused_fitted(row)
+        row for row in both if row["run"] == 0 and not is_piece_fitted(row) and not is_fused_fitted(row)
     )
+    other_card = tuple(row for row in both if row["run"] in (1, 2))
 
     over_sockets = partial(of_schedule, with_older_host(profile))
     tiers = tuple(
@@ -119,6 +116,7 @@ def _gpu_parts(profile: Profile) -> list[Part]:
     return [
         Part("whole layer, NVLink, 2 and 4 GPUs", "layer", layers, nvlink, predicted),
         Part("serial and fused layer, 2 GPUs", "fused", fused, nvlink, predicted),
+        Part("serial and fused layer, 2 and 4 GPUs (H100)", "fused", other_card, nvlink, predicted),
         Part("schedules, NVLink, 2 and 4 GPUs", "schedule", _ways(9, 13), nvlink, predicted),
         Part("whole layer, NCCL over NVLink, 2 GPUs", "layer", bytewise, nvlink, predicted),
         Part("schedules, sockets, 2 and 4 GPUs", "schedule", apart, sockets, over_sockets),

@@ -15,7 +15,7 @@ from imbrex.simulate import device, loads, run, scale, traffic
 from imbrex.simulate.device import Shape, Share
 from imbrex.simulate.fabric import Fabric, Tier, islands, parse
 from imbrex.simulate.loads import Spread, Stragglers
-from imbrex.simulate.plans import choose, divisions, rivals
+from imbrex.simulate.plans import choose, divisions, rivals, weigh
 from imbrex.simulate.profile import STATUSES, Entry, Profile, shipped_profiles
 from imbrex.simulate.request import Request, World
 from imbrex.simulate.run import Case, Layout, predict
@@ -291,6 +291,28 @@ def test_kernels_are_not_planned_for_what_they_refuse(shape: Shape, said: str) -
     assert inside == [False, True]
 
 
+def test_a_link_that_is_not_used_is_not_said_to_be_assumed() -> None:
+    """In a forward groups of data do not meet, so a rank alone has nothing to do with the network."""
+    alone = Request(shape=replace(QWEN, experts=16), ranks=16, tokens=4096, mode="forward")
+    for mode, assumed in (("forward", False), ("train", True)):
+        layout = Layout(ep=1, dp=16)
+        plan = weigh(replace(alone, mode=mode), world(16, 8), layout, {})
+        assert plan.outcome
+        assert any("tier network is assumed" in said for said in plan.extrapolates) == assumed
+
+
+def test_no_group_lies_across_the_edge_of_a_node() -> None:
+    """Of 72 ranks in nodes of 8 the third group of three would be ranks 6, 7 and 8."""
+    said = "groups of {} ranks would lie across the edges of nodes of 8"
+    for nodes, able in ((world(72, 8), {1, 2, 4, 8, 24, 72}), (world(72, 72), {1, 2, 3, 4, 6, 8, 9, 12})):
+        plans = choose(Request(shape=QWEN, ranks=72, tokens=1024, mode="forward"), nodes)
+        assert able <= {p.layout.group for p in plans if p.outcome}
+        if nodes.fabric.node == 8:
+            for group in (3, 6, 9, 12, 18, 36):
+                reasons = {p.why_not for p in plans if p.layout.group == group}
+                assert reasons == {said.format(group)}
+
+
 def test_a_rank_alone_encodes_nothing() -> None:
     """It was listed once for every codec, each as fast."""
     for codecs in (("identity", "fp8"), ("fp8",)):
@@ -450,10 +472,13 @@ def test_fused_layers_hide_what_they_can_and_are_chosen_where_they_gain() -> Non
     few = choose(Request(shape=QWEN, ranks=2, tokens=256), world)
     said = {plan.why_not for plan in few if plan.layout.schedule == "fused"}
     assert "calls of 256 tokens a rank or fewer have a kernel of their own, not fused" in said
-    four = World(profile=H200, fabric=islands(H200, 4, 4), spread=Spread(), stragglers=Stragglers())
-    plans = choose(Request(shape=QWEN, ranks=4, tokens=8192, codecs=("identity", "fp8")), four)
-    wide = next(p for p in plans if p.layout.schedule == "fused" and p.layout.group == 4 and p.outcome)
-    assert "fused kernels on 4 ranks, at most 2 were measured" in wide.extrapolates
+    more = World(profile=H200, fabric=islands(H200, 8, 8), spread=Spread(), stragglers=Stragglers())
+    plans = choose(Request(shape=QWEN, ranks=8, tokens=8192, codecs=("identity", "fp8")), more)
+    for group in (4, 8):
+        wide = next(
+            p for p in plans if p.layout.schedule == "fused" and p.layout.group == group and p.outcome
+        )
+        assert ("fused kernels on 8 ranks, at most 4 were measured" in wide.extrapolates) == (group == 8)
     assert "fused kernels move rows as they are" in {plan.why_not for plan in plans}
 
 

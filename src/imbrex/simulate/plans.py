@@ -26,7 +26,7 @@ SCHEDULES = {
     "decode": ("serial",),
 }
 """Schedules worth a look, by mode: in one chunk only the backward has something to hide."""
-FUSED_RANKS = 2
+FUSED_RANKS = 4
 """Ranks on which fused kernels were measured (`benchmarks/results/fused.json`)."""
 NODEWISE = ("hierarchical", "tiered", "2dh", "pipe")
 """Transports for several whole nodes."""
@@ -174,7 +174,7 @@ def weigh(request: Request, world: World, layout: Layout, drawn: dict[tuple[int,
         outcome=outcome,
         memory=memory,
         imbalance=fullest - 1,
-        extrapolates=beyond(world, layout),
+        extrapolates=beyond(world, layout, training=request.training),
     )
 
 
@@ -183,6 +183,8 @@ def why_not_possible(request: Request, world: World, layout: Layout) -> str | No
     group, node = layout.group, world.fabric.node
     if group == 1 and layout.transport != "alltoall":
         return "there is only one rank, and nothing to move"
+    if request.ranks > node and node % group and group % node:
+        return f"groups of {group} ranks would lie across the edges of nodes of {node}"
     if layout.transport == "nvlink":
         reason = _why_not_nvlink(request, world, layout)
         if reason is not None:
@@ -221,14 +223,13 @@ def _why_not_nvlink(request: Request, world: World, layout: Layout) -> str | Non
     return None
 
 
-def beyond(world: World, layout: Layout) -> tuple[str, ...]:
-    """Reasons why a prediction is of what was never measured."""
+def beyond(world: World, layout: Layout, *, training: bool) -> tuple[str, ...]:
+    """Reasons why a prediction is of what was never measured. Groups of data meet in a training alone."""
     reasons = []
     if layout.group > world.profile.most_ranks:
         reasons.append(f"{layout.group} ranks exchange, at most {world.profile.most_ranks} were measured")
-    used = [
-        t for t, number in zip(world.fabric.tiers, world.fabric.peers(layout.world), strict=True) if number
-    ]
+    peers = world.fabric.peers(layout.world if training else layout.group)
+    used = [tier for tier, number in zip(world.fabric.tiers, peers, strict=True) if number]
     reasons += [f"tier {t.name} is assumed: {t.source}" for t in used if t.status == "assumed"]
     if layout.schedule == "fused" and layout.group > FUSED_RANKS:
         reasons.append(f"fused kernels on {layout.group} ranks, at most {FUSED_RANKS} were measured")
