@@ -20,11 +20,10 @@ def down_home(
     """Kernel 3. tiles: the part of each, in the order in which they are drawn. behind: the
     multiplying warp sums as well, not only the idle one."""
     machine = Kernel(source, groups, **how)
-    body = source.order(
+    body = machine.body(
         DOWN,
         "down_and_sums(const",
         {
-            "launches": r"wait_for_launches\(",
             "tell_started": r"tell_started\(",
             "few": r"if \(down.beside && !summers\.run<Few>\(\)\) spoil\(",
             "consume": r"\bconsume<C>",
@@ -57,7 +56,9 @@ HALVES = "gemm/halves.cuh", "void consume_halves(const"
 STORED = {
     "bulk_wait": r"bulk_wait<([\w:]+)>\(",
     "tell": r"\btell\(\)",
-    "part": r"\b(?:part|list) = ",
+    "changes": r"if \(tile\.together != list\)",
+    "part": r"\b(?:part|list) = [^,]+, rows_sent = (\w+)",
+    "count": r"rows_sent \+= rows",
     "ended": r"sink\.ended",
 }
 
@@ -81,6 +82,10 @@ def publish(
     def put(w: Words, t: Thread) -> None:
         store(w, t, machine.word(rank, "row", t.number, tiles[t.number]), by_engine=True)
 
+    def begin(w: Words, t: Thread) -> None:
+        t.aside, t.next = (-1 if file == DOWN else 0), 0  # a part, and its tiles that were not told of
+
+    asm.add("no tiles yet", begin, silent=True)
     asm.label("tiles")
     asm.add("draw a tile", draw, local=True)
     asm.go("no tiles", lambda w, t: t.number >= len(tiles))
@@ -104,15 +109,24 @@ def publish(
 def _publish_step(machine: Kernel, asm: Asm, mark: str, said: str, tiles: Sequence[int], file: str) -> None:
     if mark == "bulk_wait":
         asm.add(mark, lambda w, t: wait_stores(t, 0 if said == "0" else 1), silent=True)
+    elif mark == "changes":
+        asm.go(f"count {asm.unique}", lambda w, t: tiles[t.number] == t.aside)
+    elif mark == "count":
+        asm.label(f"count {asm.unique - 1}")
+        asm.add(mark, lambda w, t: setattr(t, "next", t.next + 1), silent=True)
     elif mark == "part":
-        asm.add(mark, lambda w, t: setattr(t, "aside", tiles[t.number]), silent=True)
+
+        def change(w: Words, t: Thread) -> None:
+            t.aside, t.next = tiles[t.number], int(said == "rows")
+
+        asm.add(mark, change, silent=True)
     else:
         past = asm.fresh("nothing to tell")
-        asm.go(past, lambda w, t: t.aside < 0)
+        asm.go(past, lambda w, t: t.next == 0)
         marks = {"engine": r"fence_async\(", "fence": r"fence_gpu\(", "add": r"add_relaxed_gpu\("}
 
         def add(w: Words, t: Thread) -> None:
-            w[machine.word(asm.rank, "written", t.aside)] += 1
+            w[machine.word(asm.rank, "written", t.aside)] += t.next
 
         for inner, _ in machine.source.order(file, "void tell() const", marks):
             if inner == "fence":

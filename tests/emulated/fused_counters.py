@@ -103,6 +103,13 @@ class Kernel(Machine):
         self.bounded = "stop_waiting" in source.body(PROTOCOL, "inline bool wait_flag(")
         self.ticket_back = "drawn[call.kind][0] = " in source.body(PROTOCOL, "u32 take_ticket(")
 
+    def body(self, file: str, head: str, marks: dict[str, str]) -> list[tuple[str, str]]:
+        """`Source.order` of a kernel that may begin before the launch before it has ended."""
+        body = self.source.order(file, head, {"launches": r"wait_for_launches\(", **marks})
+        if body[0][0] != "launches":
+            raise LookupError(f"{file} says {body[0][0]!r} before it waits for the launch before it")
+        return body[1:]
+
     def others(self, me: int) -> list[int]:
         return [p for p in range(self.ranks) if p != me]
 

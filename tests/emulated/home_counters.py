@@ -34,7 +34,7 @@ def home(
         "spoil": r"if \(!fine\) spoil\(",
         "end_call": r"end_call\(",
     }
-    body = source.order(HOME, "home_beside_gradients(const", marks)
+    body = machine.body(HOME, "home_beside_gradients(const", marks)
     for rank in range(machine.ranks):
         for name in ("tell_started", "loads", "multiplies"):
             for block in range(blocks[rank] if name != "tell_started" else 1):
@@ -119,10 +119,10 @@ def _consume(machine: Kernel, asm: Asm, block: int, tiles: int, *, loads: bool) 
 
 PHASE = {
     "others": r"!reduce_others\(\)",
-    "aside or draw": r"u32 i = aside < home \? aside : draw_home\(\); i < home; i = draw_home\(\)",
-    "draw": r"u32 i = draw_home\(\); i < home; i = draw_home\(\)",
-    "look": r"!is_reduced\(",
-    "add": r"!add_piece<Sums>\(",
+    "aside or draw": r"aside < home \? aside : draw_again\(call, reduce, 1\)",
+    "draw": r"tokens, home, draw_again\(call, reduce, 1\)",
+    "look": r"return is_reduced\(piece\)",
+    "wait": r"return wait_reduced\(call, piece\)",
 }
 
 
@@ -161,10 +161,11 @@ class Phase:
         for mark, _ in self.machine.source.order(HOME, self.head, PHASE):
             if mark == "others":
                 _reduce_others(self.machine, asm, self.end, self.use)
-            elif mark == "look":
-                asm.add("look for peers' sums", self.look)
-            elif mark == "add":
-                self.machine.wait(asm, "for peers' sums", self.is_there, self.end)
+            elif mark in ("look", "wait"):
+                if mark == "look":
+                    asm.add("look for peers' sums", self.look)
+                else:
+                    self.machine.wait(asm, "for peers' sums", self.is_there, self.end)
                 asm.add("add an own piece", self.add, silent=True)
                 asm.go(self.begin)
                 asm.label(self.over)

@@ -25,11 +25,12 @@ NEXT = {
     "draw": r"const int drawn = .*atomicAdd\(",
 }
 RUN = {
+    "who sums others' first": r"if \(stopped \|\| 2 \* .* < reduce\.reducers\)",
     "credit": CREDIT,
     "written": r"!wait_written\((\d)\)",
     "pieces": PIECES,
-    "own": r"u32 i = draw_home\(\); i < home; i = draw_home\(\)",
-    "add": r"!add_piece<Sums>\(",
+    "own": r"tokens, home, draw_again\(call, reduce, 1\)",
+    "add": r"return wait_reduced\(call, piece\)",
 }
 
 
@@ -40,14 +41,16 @@ def others_first(
     *,
     first: bool = True,
     every: bool = False,
+    own_first: bool = False,
     blocks: int = 2,
     **how: Any,
 ) -> Kernel:
     """Kernel 4, `blocks` a rank, one or two. lists: of each tile, in the order in which they are drawn.
-    first: the first block stops. every: the last one sums as well, where it is not the only one. It also
+    first: the first block stops. every: the last one sums as well, where it is not the only one; own_first:
+    it begins with own pieces. It also
     tells that the call has begun, before it multiplies: a thread of its own would be too many."""
     machine = Kernel(source, groups, **how)
-    body = source.order(FIRST, "others_first(const", BODY)
+    body = machine.body(FIRST, "others_first(const", BODY)
     for rank in range(machine.ranks):
         for block in range(blocks):
             asm = machine.thread(rank, f"block {block}")
@@ -57,18 +60,21 @@ def others_first(
                     if block == blocks - 1:
                         machine.tell_started(asm)
                 elif mark == "consume" or every or block == 0:
-                    _step(machine, asm, mark, lists, stops=first and block == 0)
+                    turn = {"stops": first and block == 0, "own_first": own_first and block > 0}
+                    _step(machine, asm, mark, lists, **turn)
             machine.end_call(asm, machine.reset(rank))
     machine.checks.append(machine.whole)
     return machine
 
 
-def _step(machine: Kernel, asm: Asm, mark: str, lists: Sequence[int], *, stops: bool) -> None:
+def _step(
+    machine: Kernel, asm: Asm, mark: str, lists: Sequence[int], *, stops: bool, own_first: bool
+) -> None:
     if mark == "consume":
         publish(machine, asm, lists, FIRST, _stop(machine, asm, lists) if stops else None)
     elif mark == "run":
         machine.fail_early(asm, "no sums")
-        _Summer(machine, asm, lists).run()
+        _Summer(machine, asm, lists).run(own_first=own_first)
         asm.label("no sums")
         machine.spoil(asm)
 
@@ -109,9 +115,13 @@ class _Summer:
         self.load_rows(w, t, 1)
         self.machine.add_own(self.me, (t.number, 0), w, t)
 
-    def run(self) -> None:
+    def run(self, *, own_first: bool) -> None:
         asm, machine, own = self.asm, self.machine, self.machine.bag(self.me)[1]
-        for mark, said in machine.source.order(FIRST, "bool run(u8* memory) const", RUN):
+        others = False  # in what a warp leaves out that begins with own pieces
+        for mark, said in machine.source.order(FIRST, "bool run(u8* memory, bool stopped) const", RUN):
+            others = (others or mark == "who sums others' first") and (mark, said) != ("written", "1")
+            if mark == "who sums others' first" or (others and own_first):
+                continue
             if mark == "credit":
                 machine.credit(asm, int(said), self.end)
             elif mark == "written":

@@ -49,6 +49,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "first, nobody stops": (others_first, {"groups": (1, 1), "lists": (0, 1), "first": False}),
     "first, three ranks": (others_first, {"groups": (1, 1, 1), "lists": (0,), "blocks": 1}),
     "first, two warps sum": (others_first, {"groups": (1, 0), "lists": (0,), "every": True}),
+    "first, a warp begins with own pieces": (
+        others_first,
+        {"groups": (1, 1), "lists": (0,), "every": True, "own_first": True},
+    ),
     "first, a rank dies": (others_first, {"groups": (1, 1), "lists": (0,), "mortal": 0}),
     "first, three calls": (others_first, {"groups": (0, 1), "lists": (0,), "calls": 3}),
 }
@@ -112,11 +116,7 @@ FAULTS: dict[str, tuple[str, Edits, str]] = {
         "home, sums behind",
         (
             (HOME, "bool end() {\n        if (!reduce_others()) return false;\n", "bool end() {\n"),
-            (
-                HOME,
-                "piece_of(reduce, tokens, call.me, i))) return false;\n        return true;",
-                "piece_of(reduce, tokens, call.me, i))) return false;\n        return reduce_others();",
-            ),
+            (HOME, ">= home;\n", ">= home && !(!reduce_others());\n"),
         ),
         "for ever",
     ),
@@ -127,7 +127,13 @@ FAULTS: dict[str, tuple[str, Edits, str]] = {
     ),
     "the piece put aside is forgotten": (
         "home, sums first",
-        ((HOME, "u32 i = aside < home ? aside : draw_home(); i", "u32 i = draw_home(); i"),),
+        (
+            (
+                HOME,
+                "tokens, home,\n                                aside < home ? aside : draw_again(",
+                "tokens, home, draw_again(",
+            ),
+        ),
         "summed 0 times",
     ),
     "home without credit": ("home, three calls", ((HOME, CREDIT, ""),), "sum .* is"),
@@ -210,16 +216,19 @@ FAULTS: dict[str, tuple[str, Edits, str]] = {
         ((FIRST, "if (!wait_written(1)) return false;", ""),),
         "tile 1 is",
     ),
+    "who begins with own tokens waits for their own list alone": (
+        "first, a warp begins with own pieces",
+        (
+            (FIRST, "        if (!wait_written(0)) return false;\n", ""),
+            (FIRST, FIRST_PIECES, f"if (!wait_written(0)) return false;\n{FIRST_PIECES}"),
+        ),
+        "tile 0 is",
+    ),
     "own tokens before others' in a list": (
         "first",
         (
-            (FIRST, f"        if (!wait_written(0)) return false;\n        {FIRST_PIECES}\n", ""),
-            (
-                FIRST,
-                "piece_of(reduce, tokens, call.me, i))) return false;\n        return true;",
-                "piece_of(reduce, tokens, call.me, i))) return false;\n"
-                f"        if (!wait_written(0)) return false;\n        {FIRST_PIECES}\n        return true;",
-            ),
+            (FIRST, f"            {FIRST_PIECES}\n", ""),
+            (FIRST, ">= home;\n", f">= home;\n        {FIRST_PIECES}\n"),
         ),
         "for ever",
     ),
@@ -240,8 +249,8 @@ FAULTS: dict[str, tuple[str, Edits, str]] = {
         (
             (
                 FIRST,
-                "        tell();\n        list = tile.together, rows_sent = rows;\n",
-                "        list = tile.together, rows_sent = rows;\n        tell();\n",
+                "            ptx::bulk_wait<C::kOutputs>();  // a commit for every 64 columns of this tile\n",
+                "",
             ),
         ),
         "tile . is under way",
@@ -278,6 +287,12 @@ def test_faults_are_found(name: str) -> None:
     explored = explore(machine(case, edits), 100_000)
     assert explored.fault is not None
     assert re.search(says, explored.fault), explored.fault
+
+
+@pytest.mark.parametrize(("case", "file"), [("home, sums first", HOME), ("down", DOWN), ("first", FIRST)])
+def test_a_kernel_waits_for_the_launch_before_it(case: str, file: str) -> None:
+    with pytest.raises(LookupError, match="before it waits for the launch before it"):
+        machine(case, ((file, "    ptx::wait_for_launches();\n", ""),))
 
 
 def test_what_the_model_does_not_know_is_said() -> None:

@@ -181,17 +181,16 @@ FAULTS = {
         "bool end() {\n        if (fault != 4 && fault != 5 && !reduce_others()) return false;",
     ),
     "own pieces before others'": (
-        "reduce, own, piece_of(reduce, tokens, call.me, i))) return false;\n        return true;",
-        "reduce, own, piece_of(reduce, tokens, call.me, i))) return false;\n"
-        "        return fault != 5 || reduce_others();",
+        "return wait_reduced(call, piece); }) >= home;",
+        "return wait_reduced(call, piece); }) >= home && (fault != 5 || reduce_others());",
     ),
     "the first product's result for both": (
         "ptx::tma_store_3d(map_d + tile.together,",
         "ptx::tma_store_3d(map_d + (fault == 6 ? 0 : tile.together),",
     ),
     "the piece put aside is forgotten": (
-        "aside < home ? aside : draw_home()",
-        "aside < home && fault != 7 ? aside : draw_home()",
+        "aside < home ? aside : draw_again(call, reduce, 1)",
+        "aside < home && fault != 7 ? aside : draw_again(call, reduce, 1)",
     ),
 }
 """Fault number i is there where `layer` says i: one build for all. From the last one on rank 1 sums only when

@@ -27,9 +27,15 @@ FUSED_GAIN = 1.02
 FUSED_CALLED = 0.98
 """Times as fast that `fused` must be as it is called: what is within the noise of a host that queues more
 slowly than its GPU works."""
-ROLES = (Roles(stage=32, sums=8), Roles(stage=96, sums=24), Roles(stage=128, sums=32), Roles(dy=0))
-"""Divisions that are timed beside the default. The first number counts most in the forward, the second in the
-backward alone, so that four runs try four of each."""
+ROLES = (
+    Roles(stage=32, sums=8),
+    Roles(stage=64, sums=24),
+    Roles(stage=96, sums=32),
+    Roles(dy=0),
+    Roles(first=24),
+)
+"""Divisions that are timed beside the default. `stage` counts most in the forward, `sums` and `dy` in
+the backward alone, `first` in the forward alone, so that a run tries one of each side."""
 
 
 class Auto:
@@ -133,8 +139,8 @@ class Auto:
             return recalled.value
         strategies = {roles: Fused(roles) for roles in (Roles(), *ROLES)}
         seconds = compare(*layer, parameters_of(layer[1]), strategies, queued=True)
-        stage, sums = (faster(seconds, side, Roles()) for side in (0, 1))
-        roles = Roles(stage=stage.stage, sums=sums.sums, dy=sums.dy)
+        forward, backward = (faster(seconds, side, Roles()) for side in (0, 1))
+        roles = Roles(stage=forward.stage, first=forward.first, sums=backward.sums, dy=backward.dy)
         tuner.keep("fused", roles_as_json(roles, seconds))
         return roles
 

@@ -142,7 +142,8 @@ class Nvlink(Collective):
         there is room for the worst case, W times their mean. `None`: where a backward keeps them and that
         spares much memory.
     dispatch_sms, small_sms, push_sms, combine_sms, stage_sms: multiprocessors, as in `Sms`. The blocks of a
-        kernel wait for peers: two kernels that may meet on a GPU must both fit it.
+        kernel wait for peers: two kernels that may meet on a GPU must both fit it. Staging takes no more than
+        there are.
     beside_sms: those of every kernel that moves a chunk, with experts at work on the others.
     """
 
@@ -159,7 +160,7 @@ class Nvlink(Collective):
         small_sms: int = 64,
         push_sms: int = 16,
         combine_sms: int = 96,
-        stage_sms: int = 64,
+        stage_sms: int = 128,
         beside_sms: int = 32,
         exact_rows: bool | None = None,
     ) -> None:

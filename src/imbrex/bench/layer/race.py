@@ -41,7 +41,7 @@ LOCAL, FUSED_LOCAL = "imbrex-serial-local", "imbrex-fused-local"
 """A layer with as many rows of every expert, all of its rank's own tokens: nothing crosses."""
 DY_BEFORE = "imbrex-fused-dy-before"
 """Rows of dy move before their product, not beside it."""
-OURS_FIRST = {n: f"imbrex-fused-others-first-{n}" for n in (24, 32, 48, 64)}
+OURS_FIRST = {n: f"imbrex-fused-others-first-{n}" for n in (16, 24)}
 """Down multiplies others' rows first, and so many blocks sum them meanwhile (`Roles.first`)."""
 VARIANTS = OURS_FUSED, OURS_ALONE, OURS_TORCH, OURS_EXACT, OURS_NCCL
 FLOOR = "floor"

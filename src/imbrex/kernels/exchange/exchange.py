@@ -324,6 +324,7 @@ class NvlinkExchange:
         self._row_bytes(x)
         routed = self._empty_routed(self.shape.max_tokens)
         route = self._route_args(ids, weights, tokens, routed, choosing)
+        num_sms = min(num_sms, self.most_blocks())
         blocks, shared = lay.route_blocks(self.shape, num_sms, self._room, fewest=num_sms)
         out = self._empty_rows(x) if out is None else out
         staged, lists = self._staged(x, out, routed, quantise=quantise)
@@ -341,7 +342,7 @@ class NvlinkExchange:
             check_rows(routed, out.shape[-2])
         staged, lists = self._staged(x, out, routed, quantise=quantise)
         args, threads = lay.StageAgain(**lists), kernel.STAGE_AGAIN_THREADS
-        self._launch(kernel.STAGE_AGAIN[quantise], "pull", num_sms, threads, 0, args)
+        self._launch(kernel.STAGE_AGAIN[quantise], "pull", min(num_sms, self.most_blocks()), threads, 0, args)
         return staged
 
     def _staged(
@@ -426,8 +427,8 @@ class NvlinkExchange:
         **sums: Unpack[Sums],
     ) -> None:
         """Do `combine` with bf16 sums in a kernel that also does other work; ranks need not agree on that
-        work. variant: the kernel, which takes `besides` after the arguments of a combine. block: blocks a
-        rank, threads a block, shared memory a block, and blocks a cluster.
+        work. variant: the kernel, which takes `besides` after the arguments of a combine, and waits for the
+        launch before. block: blocks a rank, threads a block, shared memory a block, and blocks a cluster.
         """
         blocks, threads, shared, cluster = block
         args = self._reduce_args(rows, out, routed, sums)
@@ -440,9 +441,9 @@ class NvlinkExchange:
         self.next_buffer("combine")
         return how.reduce_args(self.shape, self.layout, rows, out, routed, sums)
 
-    def most_blocks(self, variant: jit.Variant, block: tuple[int, int, int]) -> int:
-        """The most blocks that one rank's launch can have. block: blocks a cluster, threads a block and
-        shared memory a block."""
+    def most_blocks(self, variant: Any = None, block: tuple[int, int, int] = (1, 0, 0)) -> int:
+        """The most blocks that one rank's launch can have. variant: of clusters. block: blocks a cluster,
+        threads a block and shared memory a block."""
         cluster, threads, shared = block
         if cluster == 1:
             return min(multiprocessors(self.heap.local.get_device()), lay.MAX_BLOCKS)
@@ -511,14 +512,15 @@ class NvlinkExchange:
         besides: Sequence[Any] = (),
         cluster: int = 1,
     ) -> None:
-        """Launch a kernel over the local ranks. besides: its arguments after the group and `args`."""
+        """Launch a kernel over the local ranks. besides: its arguments after the group and `args`, of a
+        kernel that begins before the one before it has ended."""
         self.check()
         if not 1 <= blocks <= lay.MAX_BLOCKS:
             raise ValueError(f"exchange: num_sms is {blocks}; it must be 1 to {lay.MAX_BLOCKS}")
         self._calls[kind] += 1
         self.last_sms[kind] = blocks
         shape = {"grid": blocks * self.local_ranks, "block": threads, "smem": shared, "cluster": cluster}
-        how = {**shape, "dependent": variant in kernel.DEPENDENT}
+        how = {**shape, "dependent": bool(besides) or variant in kernel.DEPENDENT}
         records.launch(self._kernels[variant], [self._group(blocks), args, *besides], how)
 
     def launch_again(self, launch: Any, kinds: Sequence[str], *addresses: int) -> None:

@@ -20,9 +20,10 @@ SCRATCH_BYTES, WINDOWS_BYTES = 320, 640
 FEW_SMS, NARROW_BYTES = 32, 8192
 """Fewer SMs, and rows shorter than this, take two kernels to dispatch. Rows of 4096 bytes on 4 H200: 244 us
 in one kernel and 228 in two on 24 SMs, 195 and 205 on 32. In the one kernel half as many threads route."""
-STAGE_SMS = 64
-"""Blocks of a kernel that routes and stages. 16384 tokens of 2048 values on two H200 take 41 us (on 32 SMs
-65, on 132 42), of 7168 values 90 (144, 77)."""
+STAGE_SMS = 128
+"""Blocks of a kernel that stages, with routing or without, at most as many as the GPU has SMs. With routing
+16384 tokens of 2048 values on two H200 take 42 us on 132 SMs (on 32 65, on 64 41), of 7168 values 77 (144,
+90). Without, in a backward, 132 save 12 to 19 us over 64 (2048 values, two and four H100)."""
 FEW, MORE = (8, 16), (24, 32)
 """SMs for compact and for expert-major rows, in each case for long rows and for rows shorter than
 `NARROW_BYTES`, of which an SM moves fewer bytes. These saturate the wire."""

@@ -35,11 +35,10 @@ extern "C" __global__ void __launch_bounds__(32 * Whole::kWarps, 1)
                                  reduce.each ? mine : draw_again(call, reduce, 0));
     }
     fine = fine && __ballot_sync(0xffffffffu, failed_before) == 0;
-    for (u32 i = !fine ? adding : reduce.each ? mine - reducing : draw_again(call, reduce, 1); i < adding;
-         i = draw_again(call, reduce, 1)) {
-        fine = add_piece<Whole>(call, reduce, own, piece_of(reduce, tokens, call.me, i));
-        if (!fine) break;
-    }
+    if (fine)
+        fine = add_pieces<Whole, false>(call, reduce, own, tokens, adding,
+                                 reduce.each ? mine - reducing : draw_again(call, reduce, 1),
+                                 [&](const Piece& piece) { return wait_reduced(call, piece); }) >= adding;
     ptx::wait_for_launches();  // who had nothing to add: a kernel ends behind the one before
     if (!fine) spoil(call, reduce);
     end_call(call);

@@ -117,14 +117,14 @@ __device__ inline void send_values(const Call& call, const Reduce& reduce, const
     }
 }
 
+// A ticket orders nothing: whoever ends the call sets them back, behind all blocks' ends.
 __device__ inline u32 draw(u32* drawn) {
     int at = 0;
-    if (ptx::lane_id() == 0) at = static_cast<int>(ptx::add_acq_rel_gpu(drawn, 1));
+    if (ptx::lane_id() == 0) at = static_cast<int>(ptx::take_relaxed_gpu(drawn, 1));
     return static_cast<u32>(__shfl_sync(0xffffffffu, at, 0));
 }
 
-// The next piece of a warp from one of two bags: by ticket, or none where every warp has had its own. A
-// ticket waits for what the warp has stored, behind those of all others: 2 to 4 us of a small batch.
+// The next piece of a warp from one of two bags: by ticket, or none where every warp has had its own.
 __device__ __forceinline__ u32 draw_again(const Call& call, const Reduce& reduce, int bag) {
     return reduce.each ? ~0u : draw(&call.own->drawn[call.kind][bag]);
 }
@@ -296,6 +296,12 @@ __device__ inline void add_values(const Call& call, const Reduce& reduce, int to
             sum;
 }
 
+__device__ inline void add_values(const Call& call, const Reduce& reduce, const Piece& piece) {
+    if (!reduce.values || piece.first > 0) return;
+#pragma unroll 1
+    for (int token = piece.first_token; token < piece.end_token; ++token) add_values(call, reduce, token);
+}
+
 // `to`: of a token; this lane has columns `column`, + 32, ...
 template <class F>
 __device__ __forceinline__ void store_out(const Reduce& reduce, u8* to, int column, int last,
@@ -313,45 +319,72 @@ __device__ __forceinline__ void store_out(const Reduce& reduce, u8* to, int colu
     }
 }
 
-template <class F>
-__device__ __forceinline__ bool add_piece(const Call& call, const Reduce& reduce, const Own& own,
-                                          const Piece& piece) {
+// Until all ranks have summed their rows of an own piece. All lanes.
+__device__ __forceinline__ bool wait_reduced(const Call& call, const Piece& piece) {
     const Group& group = *call.group;
-    const Span span = {piece.first, piece.last, reduce.row_bytes / 16};
     const int p = static_cast<int>(ptx::lane_id());
-    int token = piece.first_token;
-    Choice next = ask_choice(call, reduce, call.me, token, piece.end_token);
-    bool sent = ask_sent(call, reduce, token, piece.end_token), fine = true;
-    ptx::wait_for_launches();
+    bool fine = true;
     if (p < group.ranks && p != call.me)
         fine = wait_flag(call, flag_of(group, group.reduced_flags, call.me, p, piece.flag), call.epoch,
                          kRowsReduced, p);
-    if (!__all_sync(0xffffffffu, fine)) return false;
-    const auto list = [&](Terms& terms) {
-        while (token < piece.end_token) {
-            const int count = list_home(call, reduce, terms, token, sent, next),
-                      wide = reduce.out_float ? 2 : 1;
-            u8* target = reduce.out + call.local * reduce.out_stride +
-                         static_cast<i64>(token) * wide * reduce.row_bytes;
-            ++token;
-            next = ask_choice(call, reduce, call.me, token, piece.end_token);
-            sent = ask_sent(call, reduce, token, piece.end_token);
-            if (count > 0) {
-                close_list(terms, count, target);
-                return true;
+    return __all_sync(0xffffffffu, fine);
+}
+
+// The own pieces that this warp takes, of `pieces`, `number` first: with kStream, and where rows are whole, one
+// stream of tokens.
+// `there(piece)`, all lanes: whether its sums have come; ends the stream where not. Returns the piece that was
+// drawn and not added, or `pieces` and more.
+template <class F, bool kStream = true, class There>
+__device__ __forceinline__ u32 add_pieces(const Call& call, const Reduce& reduce, const Own& own,
+                                          const int* tokens, u32 pieces, u32 number, There there) {
+    const bool apart = !kStream || reduce.parts > 1;
+    bool fine = true;
+    while (fine && number < pieces) {
+        Piece piece = piece_of(reduce, tokens, call.me, number);
+        const Span span = {piece.first, piece.last, reduce.row_bytes / 16};
+        int token = piece.first_token;
+        Choice next = ask_choice(call, reduce, call.me, token, piece.end_token);
+        bool sent = ask_sent(call, reduce, token, piece.end_token);
+        ptx::wait_for_launches();
+        if (!there(piece)) return number;
+        const auto list = [&](Terms& terms) {
+            for (;;) {
+                while (token < piece.end_token) {
+                    const int count = list_home(call, reduce, terms, token, sent, next),
+                              wide = reduce.out_float ? 2 : 1;
+                    u8* target = reduce.out + call.local * reduce.out_stride +
+                                 static_cast<i64>(token) * wide * reduce.row_bytes;
+                    ++token;
+                    next = ask_choice(call, reduce, call.me, token, piece.end_token);
+                    sent = ask_sent(call, reduce, token, piece.end_token);
+                    if (count > 0) {
+                        close_list(terms, count, target);
+                        return true;
+                    }
+                    clear(target, wide * span.first, wide * span.last);
+                }
+                if (apart) return false;
+                add_values(call, reduce, piece);
+                number = draw_again(call, reduce, 1);
+                if (number >= pieces) return false;
+                piece = piece_of(reduce, tokens, call.me, number);
+                token = piece.first_token;
+                next = ask_choice(call, reduce, call.me, token, piece.end_token);
+                sent = ask_sent(call, reduce, token, piece.end_token);
+                fine = there(piece);
+                if (!fine) return false;
             }
-            clear(target, wide * span.first, wide * span.last);
+        };
+        const auto store = [&](u8* target, int column, const float (&sum)[F::kColumns][8]) {
+            store_out<F>(reduce, target, column, span.last, sum);
+        };
+        sum_tokens<F, WIRE_FP8 != 0>(own.terms, own.ring, span, list, store, [](u32) {});
+        if (apart) {
+            add_values(call, reduce, piece);
+            number = draw_again(call, reduce, 1);
         }
-        return false;
-    };
-    const auto store = [&](u8* target, int column, const float (&sum)[F::kColumns][8]) {
-        store_out<F>(reduce, target, column, span.last, sum);
-    };
-    sum_tokens<F, WIRE_FP8 != 0>(own.terms, own.ring, span, list, store, [](u32) {});
-    if (reduce.values && piece.first == 0)
-#pragma unroll 1
-        for (int at = piece.first_token; at < piece.end_token; ++at) add_values(call, reduce, at);
-    return true;
+    }
+    return number;
 }
 
 // The call has failed, and nobody may take what was summed of it for a sum. A rank that found that a peer had

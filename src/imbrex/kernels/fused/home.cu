@@ -123,28 +123,20 @@ struct Summer {
     // Phase 1.
     __device__ __forceinline__ bool begin() {
         if (!reduce_others()) return false;
-        for (u32 i = draw_home(); i < home; i = draw_home()) {
-            const Piece piece = piece_of(reduce, tokens, call.me, i);
-            if (!is_reduced(piece)) {
-                aside = i;
-                break;
-            }
-            if (!add_piece<Sums>(call, reduce, own, piece)) return false;
-        }
+        aside = add_pieces<Sums>(call, reduce, own, tokens, home, draw_again(call, reduce, 1),
+                                 [&](const Piece& piece) { return is_reduced(piece); });
         return true;
     }
 
     // Phase 3.
     __device__ __forceinline__ bool end() {
         if (!reduce_others()) return false;
-        for (u32 i = aside < home ? aside : draw_home(); i < home; i = draw_home())
-            if (!add_piece<Sums>(call, reduce, own, piece_of(reduce, tokens, call.me, i))) return false;
-        return true;
+        return add_pieces<Sums>(call, reduce, own, tokens, home,
+                                aside < home ? aside : draw_again(call, reduce, 1),
+                                [&](const Piece& piece) { return wait_reduced(call, piece); }) >= home;
     }
 
    private:
-    __device__ __forceinline__ u32 draw_home() const { return draw(&call.own->drawn[call.kind][1]); }
-
     __device__ __forceinline__ bool reduce_others() {
         if (!wait_credit(call, static_cast<int>(ptx::lane_id()), 2)) return false;
         reduce_pieces<Sums>(call, reduce, own, tokens, others, draw_again(call, reduce, 0));
@@ -170,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
     __shared__ Slot slots[kSlots];
     __shared__ u64 barriers[2 * C::kStages + 2 * kSlots + 2];
     const Shared<C> shared = lay_out<C>(memory, slots, barriers, nullptr);
-    const Call call = begin_call(group, kCombine);
+    Call call = name_call(group, kCombine);
     const TensorMap* map = maps.of[LOCAL_RANKS > 1 ? call.local : 0];
     const int warp = static_cast<int>(threadIdx.x) / 32;
     const bool sums_first = call.block < home.first_blocks;
@@ -178,6 +170,8 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
         make_barriers(shared);
         for (int i = 0; i < 6; ++i) ptx::prefetch_map(map + i);
     }
+    ptx::wait_for_launches();
+    count_call(call);
     meet<C>();
     if (warp >= 4 * C::kGroups) {
         ptx::fewer_registers<C::kProducerRegisters>();

@@ -16,7 +16,8 @@
 //   one block goes on (the host sees to it).
 // - Sums are those of exchange/reduce.cuh, by the multiplying warps behind their last tile, in the memory of
 //   stages and staging: pieces, partials, flags, credit and order are `reduce_rows`'s, and so are the bits.
-//   What the first n blocks leave all do in the end; n = 0 sums behind the product.
+//   Of the other blocks some warps take what the first n have left, the rest begin with own tokens: adding
+//   those reads memory while sums of others are on the wire. n = 0 sums behind the product.
 // - The product waits for no peer and no sum. Others' pieces wait for this rank's first list and for credit,
 //   own pieces for all rows here and for the peers' others' pieces, which every rank draws before: no circle.
 // - Before sums the groups and who loads meet (kSumBarrier): all loads have come, since they were multiplied,
@@ -75,24 +76,26 @@ __device__ __forceinline__ OwnTiles own_tiles(int begin, int end, int first, int
     return {low, max(low, high)};
 }
 
-// The tiles with others' rows of all experts, then those of own rows alone; of either list as `Schedule` has
-// them. Numbers never fall, so neither does `product`, the number of the list.
+// The tiles with others' rows of all experts, then those of own rows alone, from the last expert back, whose
+// weights may still be in L2; of either list as `Schedule` has them. Numbers never fall, so neither does
+// `product`, the number of the list.
 struct Rounds {
     const int* ends;
     const int* own;
     int experts, columns, height;
-    int expert = -1, product = 0, first = 0, tiles = 0;
+    int entered = -1, expert = 0, product = 0, first = 0, tiles = 0;
     int row_begin = 0, row_end = 0, row_tiles = 0;
     OwnTiles alone = {0, 0};
 
     __device__ __forceinline__ int column_tiles() const { return (columns + C::kColumns - 1) / C::kColumns; }
 
     __device__ __forceinline__ bool enter() {
-        if (++expert == experts) {
-            if (product > 0) return --expert, false;
-            product = 1, expert = 0, row_end = 0;
+        if (++entered == experts) {
+            if (product > 0) return --entered, false;
+            product = 1, entered = 0;
         }
-        row_begin = row_end, row_end = ends[expert];
+        expert = product > 0 ? experts - 1 - entered : entered;
+        row_begin = expert > 0 ? ends[expert - 1] : 0, row_end = ends[expert];
         alone = own_tiles(row_begin, row_end, own[2 * expert], own[2 * expert + 1], height);
         const int all = (row_end - row_begin + height - 1) / height, mine = alone.high - alone.low;
         row_tiles = product > 0 ? mine : all - mine;
@@ -136,7 +139,7 @@ struct Stopping {
 // Stores tiles, and counts a list's rows that are in memory, once for every tile of columns.
 struct Publish : StoreTiles {
     u32* written;
-    mutable int list = 0, rows_sent = 0;  // of the tile before
+    mutable int list = 0, rows_sent = 0;  // of tiles that were not told of
 
     __device__ __forceinline__ Publish(const TensorMap* map_d, u32* written)
         : StoreTiles{map_d, map_d}, written(written) {}
@@ -150,9 +153,12 @@ struct Publish : StoreTiles {
     }
     __device__ __forceinline__ void sent(const Slot& tile, int, int rows, int thread) const {
         if (thread != 0) return;
-        ptx::bulk_wait<C::kOutputs>();  // a commit for every 64 columns of this tile
-        tell();
-        list = tile.together, rows_sent = rows;
+        if (tile.together != list) {
+            ptx::bulk_wait<C::kOutputs>();  // a commit for every 64 columns of this tile
+            tell();
+            list = tile.together, rows_sent = 0;
+        }
+        rows_sent += rows;
     }
     __device__ __forceinline__ void ended(int thread) const {
         if (thread == 0) tell();
@@ -187,7 +193,7 @@ struct Summer {
     const u32* written;
     const u32* due;
 
-    __device__ __forceinline__ bool run(u8* memory) const {
+    __device__ __forceinline__ bool run(u8* memory, bool stopped) const {
         const Own own = own_of<Sums>(reduce, threadIdx.x / 32, memory);
         const int* tokens = reduce.tokens + call.local * call.group->ranks;
         const int ranks = call.group->ranks;
@@ -197,18 +203,17 @@ struct Summer {
         const u32 others = static_cast<u32>(groups_of(reduce, most) * reduce.parts) *
                            static_cast<u32>(ranks - 1),
                   home = static_cast<u32>(groups_of(reduce, tokens[call.me]) * reduce.parts);
-        if (!wait_credit(call, static_cast<int>(ptx::lane_id()), 2)) return false;
         if (!wait_written(0)) return false;
-        reduce_pieces<Sums>(call, reduce, own, tokens, others, draw_again(call, reduce, 0));
+        if (stopped || 2 * static_cast<int>(threadIdx.x / 32) < reduce.reducers) {
+            if (!wait_credit(call, static_cast<int>(ptx::lane_id()), 2)) return false;
+            reduce_pieces<Sums>(call, reduce, own, tokens, others, draw_again(call, reduce, 0));
+        }
         if (!wait_written(1)) return false;
-        for (u32 i = draw_home(); i < home; i = draw_home())
-            if (!add_piece<Sums>(call, reduce, own, piece_of(reduce, tokens, call.me, i))) return false;
-        return true;
+        return add_pieces<Sums>(call, reduce, own, tokens, home, draw_again(call, reduce, 1),
+                                [&](const Piece& piece) { return wait_reduced(call, piece); }) >= home;
     }
 
    private:
-    __device__ __forceinline__ u32 draw_home() const { return draw(&call.own->drawn[call.kind][1]); }
-
     // Until the rows of a list are written. All lanes. The product ends in bounded time, so this limit is one
     // for a broken kernel only.
     __device__ __forceinline__ bool wait_written(int list) const {
@@ -239,7 +244,8 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
     __shared__ u64 barriers[2 * C::kStages + 2 * kSlots + 2];
     __shared__ u32 due[2];
     const Shared<C> shared = lay_out<C>(memory, slots, barriers, nullptr);
-    const Call call = begin_call(group, kCombine);
+    Call call = name_call(group, kCombine);
+    const bool stops = call.block < given.first_blocks;
     const int rank = LOCAL_RANKS > 1 ? call.local : 0;
     const TensorMap* map = maps.of[rank];
     const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -247,6 +253,8 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
         make_barriers(shared);
         for (int i = 0; i < 5; ++i) ptx::prefetch_map(map + i);
     }
+    ptx::wait_for_launches();
+    count_call(call);
     meet<C>();
     const Scales scales{};
     const Slopes slopes{};
@@ -262,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
                          with_height<C>(whole).height};
             count_due(order, due);
             order.first = -call.blocks;
-            const Stopping team{call.block, call.blocks, call.block < given.first_blocks};
+            const Stopping team{call.block, call.blocks, stops};
             Always ready;
             if (ptx::lane_id() == 0) produce<C>(problem, shared, order, team, ready);
             __syncwarp();
@@ -275,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
         ptx::named_barrier(kSumBarrier, kSummers + 32);
         const Summer summer{call, reduce, given.written[rank], due};
         const bool fine = __all_sync(~0u, !failed(call));
-        if (!fine || !summer.run(memory + (shared.a - ptx::smem_u32(memory)))) spoil(call, reduce);
+        if (!fine || !summer.run(memory + (shared.a - ptx::smem_u32(memory)), stops)) spoil(call, reduce);
     }
     end_call(call);
 }
