@@ -299,7 +299,8 @@ __device__ inline void add_values(const Call& call, const Reduce& reduce, int to
 __device__ inline void add_values(const Call& call, const Reduce& reduce, const Piece& piece) {
     if (!reduce.values || piece.first > 0) return;
 #pragma unroll 1
-    for (int token = piece.first_token; token < piece.end_token; ++token) add_values(call, reduce, token);
+    for (int token = piece.first_token; token < piece.end_token; ++token)
+        add_values(call, reduce, token);
 }
 
 // `to`: of a token; this lane has columns `column`, + 32, ...
@@ -330,10 +331,9 @@ __device__ __forceinline__ bool wait_reduced(const Call& call, const Piece& piec
     return __all_sync(0xffffffffu, fine);
 }
 
-// The own pieces that this warp takes, of `pieces`, `number` first: with kStream, and where rows are whole, one
-// stream of tokens.
-// `there(piece)`, all lanes: whether its sums have come; ends the stream where not. Returns the piece that was
-// drawn and not added, or `pieces` and more.
+// The own pieces that this warp takes, of `pieces`, `number` first: with kStream, which takes registers, and
+// where rows are whole, one stream of tokens. `there(piece)`, all lanes: whether its sums have come; where
+// not that is the end. Returns the piece that was drawn and not added, or `pieces` and more.
 template <class F, bool kStream = true, class There>
 __device__ __forceinline__ u32 add_pieces(const Call& call, const Reduce& reduce, const Own& own,
                                           const int* tokens, u32 pieces, u32 number, There there) {
