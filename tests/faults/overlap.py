@@ -41,8 +41,8 @@ FUSED = [
         "others-first-sums-of-a-failed-call",
         "kernels/fused/others_first.cu",
         "what a failed call has not summed is what the memory held",
-        "if (!fine || !summer.run(memory + (shared.a - ptx::smem_u32(memory)))) spoil(call, reduce);",
-        "if (fine) summer.run(memory + (shared.a - ptx::smem_u32(memory)));",
+        "if (!fine || !summer.run(memory + (shared.a - ptx::smem_u32(memory)), stops)) spoil(call, reduce);",
+        "if (fine) summer.run(memory + (shared.a - ptx::smem_u32(memory)), stops);",
         ("unit/test_others_first.py::test_replays_behind_a_failed_call_have_no_sums",),
     ),
     Fault(
