@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -103,6 +104,12 @@ def test_the_journal_tells_what_happened(pool: Pool, tmp_path) -> None:
     text = (tmp_path / "r.html").read_text()
     assert text.count("<h2>") == 6
     assert f"<td>new placements</td><td>{found[0]['switched']}</td>" in text
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"loss": 2.0}\n')
+    shutil.copy(journal, run / "balance.jsonl")
+    assert main(["balance", "report", "--journal", str(run), "--out", str(tmp_path / "again.html")]) == 0
+    assert (tmp_path / "again.html").read_text().count("<h2>") == 6
     assert main(["balance", "record", "--run", str(journal), "--out", str(tmp_path / "stats")]) == 0
     history = read_history(tmp_path / "stats")
     assert history.layers == (3, 4)

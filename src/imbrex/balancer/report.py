@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 SPAN = 0.4
 """The part of the mean that is full colour: 10 % is a quarter of the way, which the eye tells from white."""
-METRICS = "metrics.jsonl"
-"""The journal's name in a run's folder."""
+METRICS, JOURNAL = "metrics.jsonl", "balance.jsonl"
+"""Names in a run's folder of what may hold the balancer's lines: its metrics, or a journal as the demo writes
+it."""
 STYLE = (
     "body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2rem auto; padding: 0 1rem } "
     "h2 { font-size: 1.15rem; margin: 2rem 0 .2rem } p { color: #555; margin: .2rem 0 } "
@@ -46,7 +47,8 @@ class Story:
 
 def read_journal(path: Path) -> Story:
     """Raises ValueError, one sentence, where the file is cut off or no journal."""
-    path = path / METRICS if path.is_dir() else path
+    if path.is_dir():
+        path /= JOURNAL if (path / JOURNAL).exists() else METRICS
     try:
         every = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         lines = [line for line in every if "crossings" in line]

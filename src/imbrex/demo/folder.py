@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ASKED, METRICS, CHECKPOINT, RANKS = "run.json", "metrics.jsonl", "checkpoint", "ranks"
-JOURNAL, BALANCE = "balance.jsonl", "balance.html"
+from imbrex.balancer.report import JOURNAL, METRICS
+
+ASKED, CHECKPOINT, RANKS, BALANCE = "run.json", "checkpoint", "ranks", "balance.html"
 NEEDED_BYTES = 100 << 20
 _FORMAT = "imbrex demo 1"
 _held: dict[Path, int] = {}
