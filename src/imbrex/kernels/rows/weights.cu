@@ -25,6 +25,8 @@ __device__ __forceinline__ int first() { return blockIdx.x * THREADS + threadIdx
 __device__ __forceinline__ int stride() { return gridDim.x * THREADS; }
 
 extern "C" __global__ void __launch_bounds__(THREADS) spread_weights(Weights w) {
+    ptx::wait_for_launches();
+    ptx::launch_dependents();  // the product behind waits for this launch before it reads
     for (int i = first(); i < w.slots; i += stride()) w.counts_e[i] = w.counts[i];
     if (w.plan != nullptr && blockIdx.x == gridDim.x - 1 && threadIdx.x < 32)
         ffn::write_plan(w.counts, w.plan + w.counters, w.plan, w.slots, w.counters);

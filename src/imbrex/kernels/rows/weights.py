@@ -69,7 +69,7 @@ def run_spread(
         plan=groups.plan,
         counters=COUNTERS,
     )
-    how: dict[str, Any] = {"grid": _BLOCKS, "block": _THREADS}
+    how: dict[str, Any] = {"grid": _BLOCKS, "block": _THREADS, "dependent": True}
     records.launch(_kernel("spread_weights", device, load), [args], how)
     return groups
 
