@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from imbrex.simulate import traffic
 from imbrex.simulate.request import Request, World
-from imbrex.simulate.run import Layout, kernels_inside
+from imbrex.simulate.run import Layout, kernels_inside, parse_schedule
 
 SPARED = 200 << 20
 """Bytes of rows for which a host asks how many there are, where a backward keeps them (`exchange/nvlink`)."""
-RELAYED = ("hierarchical", "pipe")
-"""Transports whose ranks pass on rows between nodes."""
+CHUNKS_LATE = 1.5
+"""Chunks whose dispatch a schedule holds until the end, beside gloo layers of one, two and four chunks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +41,16 @@ class _Tokens:
     @property
     def pool(self) -> float:
         return self.own + self.here
+
+
+class _Hands(NamedTuple):
+    """Rows that an exchange has at once: those that move, copies of them, tokens with sums. late: those of a
+    dispatch that a schedule of chunks holds until its combine."""
+
+    moved: float
+    again: float
+    summed: float
+    late: float
 
 
 def memory_of(request: Request, world: World, layout: Layout, fullest: float = 1.0) -> float:
@@ -111,22 +122,44 @@ def _in_hand(request: Request, world: World, layout: Layout, rows: float, fulles
     if layout.transport == "nvlink":
         return 0.0
     of, sums = _tokens(request, world, layout, fullest), 4 / request.shape.value_bytes
-    if layout.transport == "tiered":
-        across = of.away + of.here
-        if _kernels_inside(request, world):
-            return across + 2 * of.pool + max(sums, 3) * of.own
-        inside = of.inner_going + of.inner_coming
-        if request.training:
-            return 3 * of.own + across + of.pool + inside
-        added, moved = sums * (of.pool + of.inner_coming), inside + sums * of.pool + across + sums * of.own
+    hands = (
+        _hands_of_tiers(request, world, of, sums)
+        if layout.transport == "tiered"
+        else _hands(world, layout, of)
+    )
+    if request.training:
+        at_once = 3 * of.own + hands.moved + hands.again
     else:
-        more = of.away + of.here if layout.transport in RELAYED else 0.0
-        more += {"allgather": of.coming, "2dh": of.going}.get(layout.transport, 0.0)
-        if request.training:
-            return 3 * of.own + of.going + of.coming + more
-        added, moved = sums * (of.own + of.coming), of.coming + of.going + sums * of.own + more
-    # A processor's experts make their results one by one, and then put them together.
-    return added + max(moved, rows if world.is_processor else 0.0)
+        # A processor's experts make their results one by one, and then put them together.
+        together = rows if world.is_processor else 0.0
+        at_once = sums * hands.summed + max(hands.moved + hands.again + sums * of.own, together)
+    if layout.schedule == "serial":
+        return at_once
+    return at_once + hands.late * min(1.0, CHUNKS_LATE / parse_schedule(layout.schedule)[1])
+
+
+def _hands(world: World, layout: Layout, of: _Tokens) -> _Hands:
+    """Hands of an exchange among all ranks."""
+    moved = of.going + of.coming
+    again = {
+        "hierarchical": of.away + of.here,
+        "allgather": of.coming,
+        "2dh": moved,
+        # gloo's messages are one all-to-all (`transport/pipe.py`).
+        "pipe": 0.0 if world.is_processor else moved,
+    }.get(layout.transport, 0.0)
+    late = of.own + moved + (again if layout.transport == "2dh" else 0.0)
+    return _Hands(moved=moved, again=again, summed=of.own + of.coming, late=late)
+
+
+def _hands_of_tiers(request: Request, world: World, of: _Tokens, sums: float) -> _Hands:
+    """Hands of the exchange between nodes, and of that inside unless kernels have a heap for it."""
+    moved, pool = of.away + of.here, of.own + of.here
+    if _kernels_inside(request, world):
+        return _Hands(moved=moved, again=2 * pool, summed=0.0, late=of.own + moved + pool)
+    moved += of.inner_going + of.inner_coming
+    late = of.own + moved + 2 * pool
+    return _Hands(moved=moved, again=sums * pool, summed=pool + of.inner_coming, late=late)
 
 
 def _tokens(request: Request, world: World, layout: Layout, fullest: float) -> _Tokens:
