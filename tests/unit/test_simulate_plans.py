@@ -373,8 +373,10 @@ def test_the_divisors_of_very_many_ranks_are_not_looked_for_above_the_experts() 
 
 
 def test_one_gpu_is_not_told_of_nodes_that_it_lacks() -> None:
+    """Nor to compute in chunks, which go by the operators that serve every device (`exchange/alone.py`)."""
     plans = choose(Request(shape=QWEN, ranks=1, tokens=4096), world(1, 1))
-    assert plans[0].layout.transport == "alltoall"
+    assert (plans[0].layout.transport, plans[0].layout.schedule) == ("alltoall", "serial")
+    assert [plan for plan in plans if plan.outcome] == plans[:1]
     assert {plan.why_not for plan in plans if plan.outcome is None} == {
         "there is only one rank, and nothing to move"
     }

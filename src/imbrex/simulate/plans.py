@@ -181,7 +181,7 @@ def weigh(request: Request, world: World, layout: Layout, drawn: dict[tuple[int,
 def why_not_possible(request: Request, world: World, layout: Layout) -> str | None:
     """Why the layer would refuse this layout, or the profile says nothing of it; else `None`."""
     group, node = layout.group, world.fabric.node
-    if group == 1 and layout.transport != "alltoall":
+    if group == 1 and (layout.transport != "alltoall" or layout.schedule != "serial"):
         return "there is only one rank, and nothing to move"
     if request.ranks > node and node % group and group % node:
         return f"groups of {group} ranks would lie across the edges of nodes of {node}"
