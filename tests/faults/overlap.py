@@ -46,6 +46,14 @@ FUSED = [
         ("unit/test_others_first.py::test_replays_behind_a_failed_call_have_no_sums",),
     ),
     Fault(
+        "others-first-measured-for-nothing",
+        "overlap/auto.py",
+        "others' rows first was the fastest of what was tried, and is not taken",
+        "roles = Roles(stage=forward.stage, first=forward.first, sums=",
+        "roles = Roles(stage=forward.stage, sums=",
+        ("ranks/test_fused.py::test_auto_takes_it_where_it_is_faster",),
+    ),
+    Fault(
         "fp8-sums-beside-others-first",
         "exchange/nvlink.py",
         "a rank sends sums as they are where its peers wait for the codec's",
