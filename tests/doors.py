@@ -89,15 +89,11 @@ def asked_ways(path: str, text: str) -> list[Breach]:
 
 
 def circles(files: dict[str, str], modules: frozenset[str]) -> list[Breach]:
-    """Files that import each other, straight or through others; imports for type checkers do not count."""
+    """Files that import each other, straight or through others, if only in a function or for type checkers."""
     below: dict[str, set[str]] = {}
     for path, text in files.items():
-        tree = tree_of(text, path)
-        tests = [n for n in ast.walk(tree) if isinstance(n, ast.If)]
-        typing = [n for n in tests if "TYPE_CHECKING" in ast.unparse(n.test)]
-        lines = {line for n in typing for line in range(n.lineno, (n.end_lineno or n.lineno) + 1)}
-        taken = {module for line, module in imports(tree, path, modules) if line not in lines}
-        below[module_of(path)] = taken - {module_of(path)}
+        sources = {module for _, module in imports(tree_of(text, path), path, modules)}
+        below[module_of(path)] = sources - {module_of(path)}
     breaches = []
     for start in below:
         reached, ahead = set(), list(below[start])

@@ -79,10 +79,14 @@ def floor(name: str) -> int | None:
     return next((i for i, rooms in enumerate(FLOORS) if name in rooms), None)
 
 
+PACKAGES = frozenset({"imbrex", "benchmarks"})
+"""The packages whose imports of themselves and of each other are checked."""
+
+
 def module_of(path: str) -> str:
     """`src/imbrex/codec/zfp.py` -> `imbrex.codec.zfp`."""
     parts = PurePosixPath(path).with_suffix("").parts
-    parts = parts[parts.index("imbrex") :]
+    parts = parts[next(i for i, part in enumerate(parts) if part in PACKAGES) :]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -93,21 +97,21 @@ def package_of(path: str) -> list[str]:
 
 
 def source_of(node: ast.ImportFrom, package: list[str]) -> str | None:
-    """The absolute module that `from ... import` takes from, `None` where it is no part of this package."""
+    """The absolute module that `from ... import` takes from, `None` where it is no part of ours."""
     base = package[: len(package) - node.level + 1] if node.level else []
     source = ".".join([*base, *([node.module] if node.module else [])])
-    return source if source.split(".")[0] == "imbrex" else None
+    return source if source.split(".")[0] in PACKAGES else None
 
 
 def imports(tree: ast.AST, path: str, modules: frozenset[str]) -> Iterator[tuple[int, str]]:
-    """(line, absolute module) of every import of this package, at the top of the file or inside a function.
+    """(line, absolute module) of every import of `PACKAGES`, at the top of the file or inside a function.
 
     `from imbrex import plan` counts as `imbrex.exchange.plan` where that is one of `modules`.
     """
     package = package_of(path)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, a.name) for a in node.names if a.name.split(".")[0] == "imbrex")
+            yield from ((node.lineno, a.name) for a in node.names if a.name.split(".")[0] in PACKAGES)
         elif isinstance(node, ast.ImportFrom) and (source := source_of(node, package)):
             for alias in node.names:
                 inner = f"{source}.{alias.name}"

@@ -102,7 +102,7 @@ def emulating(ranks: Ranks) -> Iterator[tuple[EmulatedNvlink, list[int]]]:
         patch.setattr("imbrex.kernels.exchange.exchange.multiprocessors", lambda device: 2)
         patch.setattr("imbrex.exchange.nvlink.home_beside_gradients", launch)
         # So few tokens would come in one kernel.
-        patch.setattr("imbrex.exchange.nvlink.FEW_TOKENS", 0)
+        patch.setattr("imbrex.exchange.nvlink_fit.FEW_TOKENS", 0)
         nvlink = EmulatedNvlink(ranks.group)
         nvlink.load = loader()  # pyright: ignore[reportAttributeAccessIssue]
         yield nvlink, launches

@@ -100,7 +100,7 @@ def a_layer(ranks: Ranks, few: int, tensor: int = 1) -> Iterator[Layer]:
     with pytest.MonkeyPatch.context() as patch:
         emulate(patch, blocks=2)
         patch.setattr(both, "_kernel", one_launch)
-        patch.setattr("imbrex.exchange.nvlink.FEW_TOKENS", few)
+        patch.setattr("imbrex.exchange.nvlink_fit.FEW_TOKENS", few)
         patch.setattr("imbrex.kernels.rows.weights._BLOCKS", 2)
         patch.setattr("imbrex.kernels.exchange.launches.FEW_SMS", 2)  # so that one kernel routes and pulls
         yield Layer(ranks, patch, tensor)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,7 +42,7 @@ from imbrex.contracts import (
 from imbrex.exchange import plan
 from imbrex.exchange.agreement import explain, find_problem, raise_together
 from imbrex.exchange.dispatcher import WiredDispatcher, nothing_to_move
-from imbrex.exchange.nvlink_fit import DTYPE, is_coded, kernel_placement, most_rows
+from imbrex.exchange.nvlink_fit import DTYPE, Part, is_coded, kernel_placement, most_rows
 from imbrex.exchange.recorded import Recorder
 from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
 from imbrex.kernels.exchange.groups import RowGroups, empty_groups
@@ -61,9 +61,6 @@ from imbrex.runtime.deferred import Deferral
 from imbrex.transport.collective import Done
 from imbrex.transport.nvlink import Nvlink, Size
 
-FEW_TOKENS = 256
-"""The most tokens of a rank for which one kernel both routes and moves. It takes 43 us for 128 tokens, where
-two kernels take 59; for 512 tokens 110, like two (4 H200, rows of 7168 values, K=8)."""
 SPARED = 200 << 20
 """Bytes of rows kept for a backward from which on the host waits to hear how many rows there are. Steps of
 whole models on two H200 then take as long, within 1 %, with 9 to 26 % less memory. At half as many bytes they
@@ -81,20 +78,6 @@ class FewRows(NamedTuple):
     rows_RD: Tensor
     groups: RowGroups
     expected: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """The choices of one dispatch. max_tokens: those of the rank with the most. backward: whether a backward
-    keeps the rows. Both are the same on every rank."""
-
-    ids_TK: Tensor
-    max_tokens: int
-    backward: bool
-
-    @property
-    def is_small(self) -> bool:
-        return self.max_tokens <= FEW_TOKENS
 
 
 class NvlinkDispatcher(WiredDispatcher):
@@ -269,10 +252,7 @@ class NvlinkDispatcher(WiredDispatcher):
     def _send(self, part: Part, x_TD: Tensor, weights_TK: Tensor, form: RowForm) -> tuple[Any, Routed]:
         """Run the kernels of a dispatch: the rows, for `read` of `dispatch` to take apart, and their routing.
         Rows of small batches are never `UNDER_WAY`."""
-        kernels = self.transport.exchange_for(
-            self.size, self.placed.placement, part.max_tokens, self.observer
-        )
-        kernels.layer = self.layer
+        kernels = self.kernels_for(part)
         if self.observer.enabled:
             load_E = plan.count_choices(part.ids_TK, self.geometry.placement.num_experts)
             self.observer.count("expert_load", load_E, layer=self.layer)
@@ -341,7 +321,7 @@ class NvlinkDispatcher(WiredDispatcher):
 
     def _move_out(self, x_TD: Tensor, routed: Routed, num_rows: int, codec: Codec) -> Tensor:
         """Move tokens along a routing that is known: expert-major rows [num_rows, D]."""
-        kernels = self._kernels(routed)
+        kernels = self.kernels_of(routed.max_tokens)
         if not is_coded(codec):
             rows_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
             return kernels.pull(x_TD, routed, num_sms=self.sms.dispatch, out=rows_RD)
@@ -441,7 +421,7 @@ class NvlinkDispatcher(WiredDispatcher):
             with self.observer.span("combine", layer=self.layer):
                 more = {"weighted": weights_R is not None, "addend": added_TD}
                 launch = partial(others_first, first=self.roles.first or 0) if is_first else down_and_sums
-                launch(self._kernels(routed), rows_RD.contiguous(), routed, left, out_TD, **more)
+                launch(self.kernels_of(routed.max_tokens), rows_RD.contiguous(), routed, left, out_TD, **more)
             return out_TD
 
         return Crossing(nothing_to_move, lambda _: work())
@@ -486,7 +466,7 @@ class NvlinkDispatcher(WiredDispatcher):
         """Put dy where peers can read it, for a kernel that brings it to this many rows."""
         out, coded = d_y_TD.new_empty(rows, d_y_TD.shape[1]), is_coded(self.wire.combine_backward)
         tokens = d_y_TD, routed, self.sms.stage
-        return self._kernels(routed).stage_again(*tokens, out=out, quantise=coded)
+        return self.kernels_of(routed.max_tokens).stage_again(*tokens, out=out, quantise=coded)
 
     def dispatch_backward(
         self,
@@ -536,7 +516,7 @@ class NvlinkDispatcher(WiredDispatcher):
             sums: Sums = {"values": values, "wire": _WIRES.get(wire, "bf16")}
             first = {} if self.roles.sums is None else {"first_blocks": self.roles.sums}
             with self.observer.span("dispatch_backward", layer=self.layer):
-                rows_1RD, kernels = d_rows_RD.contiguous()[None], self._kernels(routed)
+                rows_1RD, kernels = d_rows_RD.contiguous()[None], self.kernels_of(routed.max_tokens)
                 what = kernels, rows_1RD, routed, sums, d_x_TD, [(*gradients,)]
                 (results,) = home_beside_gradients(*what, **first)
             for (weight, _), gradient, result in zip(products, gradients, results, strict=True):
@@ -558,8 +538,17 @@ class NvlinkDispatcher(WiredDispatcher):
         with self.observer.span("combine_backward", layer=self.layer):
             return weigh(d_y_RD, rows_RD, weights_R, self.read_state(state))
 
-    def _kernels(self, routed: Routed) -> NvlinkExchange:
-        kernels = self.transport.exchange_of(self.size, routed.max_tokens)
+    def kernels_for(self, part: Part) -> NvlinkExchange:
+        """The kernels for a dispatch. All ranks call this together: a larger part may want another heap."""
+        kernels = self.transport.exchange_for(
+            self.size, self.placed.placement, part.max_tokens, self.observer
+        )
+        kernels.layer = self.layer
+        return kernels
+
+    def kernels_of(self, max_tokens: int) -> NvlinkExchange:
+        """The kernels that made a routing with room for `max_tokens` of a rank."""
+        kernels = self.transport.exchange_of(self.size, max_tokens)
         kernels.layer = self.layer
         return kernels
 
@@ -578,7 +567,7 @@ class NvlinkDispatcher(WiredDispatcher):
         """Sum the rows of every token, and the addend, into `out_TD`, which is contiguous. values: numbers of
         rows that go home with a gradient, and where to."""
         routed, sms = self.read_state(state), self.sms if values is None else self.sms_home
-        self._kernels(routed).combine(
+        self.kernels_of(routed.max_tokens).combine(
             rows_RD.contiguous(),
             routed,
             weighted=weighted,

@@ -1,46 +1,46 @@
-"""Calls over NVLink that are made again from a record: only what changes from call to call is done.
+"""The recorder of calls over NVLink: it repeats the launches of an earlier call with the addresses of this
+one.
 
     x_TD ──meeting of hosts──▶ [dispatch, weights of rows, gate and up, down, combine] ──▶ y_TD
     d_y_TD ──▶ [pull, SwiGLU's gradient and its sums, both weights' gradients, rows', combine] ──▶ d_x_TD
 
-A forward by imbrex's own experts makes the same launches every time: of as many tokens, the same kernels on
-the same grids, with the same arguments but for four addresses (tokens, ids, weights, result). All that lies
-between, rows and activations, is one piece of memory, or two where a backward keeps a part of it, so that its
-address stands for all others. The first call that gets this memory makes the launches by the code that always
-makes them, and what it launched is on record (`kernels.records`); the next ones launch that.
+Forwards of imbrex's own experts with the same number of tokens launch the same kernels on the same grids.
+Only four arguments differ: the addresses of tokens, ids, weights and result. All other tensors lie in one
+piece of memory, or in two if a backward keeps some of them, and a caching allocator mostly gives the same
+piece again. The first call with a piece launches its kernels in the usual way, on record (`kernels.records`).
+Later calls with this piece launch the record.
 
-To autograd the whole is one node. Its backward is on record too, by the addresses of the memory that was
-kept, of a piece for what lies between, and of the weights' gradients, which a caching allocator gives again.
-Where it cannot be, it makes the steps, on parts of the memory that was kept.
+To autograd the call is one node. Its backward is recorded in the same way: by the addresses of the memory
+that the forward kept, of a piece for what lies between, and of the weights' gradients. A backward that cannot
+be recorded takes the usual steps, on tensors in the memory that the forward kept.
 
-Nothing of a call's safety is left out: the input is looked at, hosts meet and compare their calls, every
-launch asks first whether an earlier one has failed, and where one rank has not promised rows that fit all
-meet again. Ranks need not agree on this: the launches are the same.
+A recorded call is as safe as any: its input is checked, hosts meet and compare their calls, every launch
+refuses after one that failed, and ranks meet again if one of them has not promised rows that fit. Each rank
+records by itself, since the launches are the same either way.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from imbrex.contracts import Handle, Routing, RowForm
+from imbrex.contracts import Dispatcher, Handle, Routing, RowForm, Wire
 from imbrex.exchange import autograd
 from imbrex.exchange.autograd import Begun
-from imbrex.exchange.nvlink_fit import DTYPE, is_coded, most_rows
+from imbrex.exchange.nvlink_fit import DTYPE, KernelPlacement, Part, is_coded, most_rows
+from imbrex.exchange.recorded_memory import Memory, Scratch, memory_of, parts_of, scratch_of
 from imbrex.experts.experts import surely_fit
 from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.exchange.groups import RowGroups
-from imbrex.kernels.exchange.launches import Sums
+from imbrex.kernels.exchange.launches import Choosing, Sums
 from imbrex.kernels.ffn import both
 from imbrex.kernels.ffn.ffn import Saved, Slots, ffn, ffn_backward, run_gradients, run_products
-from imbrex.kernels.ffn.glue import COUNTERS, Groups, hit_words
-from imbrex.kernels.ffn.slopes import parts_of_weights
+from imbrex.kernels.ffn.glue import Groups
 from imbrex.kernels.ffn.widths import fits
 from imbrex.kernels.gemm.gemm import check_products
 from imbrex.kernels.gemm.portable import is_portable
@@ -49,75 +49,49 @@ from imbrex.kernels.routing.routed import Routed, Sizes
 from imbrex.kernels.rows.weights import run_spread
 from imbrex.runtime.deferred import recording as recording_gradients
 from imbrex.runtime.tracing import differentiated, once_differentiable, traced
-
-if TYPE_CHECKING:
-    from imbrex.exchange.nvlink import NvlinkDispatcher, Part
+from imbrex.transport.nvlink import Nvlink, Sms
 
 MOST_BYTES = 512 << 20
-"""The most for one piece of memory: more is easier to find in parts, and a GPU's time counts then."""
+"""Bytes of memory up to which a call is recorded. An allocator finds more than that easier in parts, and such
+a call takes the GPU so long that the host's time does not count."""
 MOST_RECORDS = 256
-"""More are forgotten, all at once: of a size, a piece of memory and a buffer there is one."""
-ALIGNED = 256
+"""The number of records, one for a size, a piece of memory and a buffer, after which all are forgotten."""
 BLANKS = {
     lay.Small: {(1, "route.ids"): 0, (1, "route.weights"): 1, (1, "x"): 2},
     lay.Expert: {(1, "route.ids"): 0, (1, "route.weights"): 1, (1, "pull.x"): 2},
     lay.Reduce: {(1, "out"): 0},
 }
-"""Addresses that a call brings, by the struct of the launch."""
+"""Arguments that differ from call to call, by the struct of their launch, and their order."""
 BLANKS_ADDED = {(1, "out"): 0, (1, "addend"): 1}
-"""Addresses of the last launch where something is added to the sums."""
+"""Arguments of the last launch that differ, if it adds something to the sums."""
 BLANKS_BACK = {lay.Pull: {(1, "x"): 0}, lay.Reduce: {(1, "out"): 0, (1, "values_out"): 1}}
-"""Addresses that a backward brings."""
+"""Arguments that differ from backward to backward."""
 
 
-class Place(NamedTuple):
-    """A tensor in one of the pieces of memory: from which byte on."""
+class KernelDispatcher(Dispatcher, Protocol):
+    """A dispatcher of kernels, as a recorder needs it."""
 
-    piece: int
-    at: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    transport: Nvlink
+    wire: Wire
+    placed: KernelPlacement
+    sms: Sms
+    sms_home: Sms
 
-    def of(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The tensor; of as few views as there can be, each of which costs the host as much as memory."""
-        whole = pieces[self.piece]
-        strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
-        of_kind = whole if self.dtype == whole.dtype else whole.view(self.dtype)
-        return of_kind.as_strided(self.shape, strides, self.at // self.dtype.itemsize)
+    @property
+    def choosing(self) -> Choosing: ...
 
+    def agree(self, parts: Sequence[tuple[Tensor, Routing]]) -> Sequence[Part]: ...
 
-class Memory(NamedTuple):
-    """Everything between dispatch and combine: `words` of the routing, rows, their weights, counts and plan,
-    and `gate_up` for a backward, else empty; what the experts write. nbytes: of every piece. tokens: of a
-    rank, for which the routing has room."""
+    def counts_first(self, part: Part, worst: int) -> bool: ...
 
-    words: Place
-    rows: Place
-    weights: Place
-    counts: Place
-    plan: Place
-    hits: Place
-    gate_up: Place
-    act: Place
-    out: Place
-    nbytes: tuple[int, ...]
-    tokens: int
+    def kernels_for(self, part: Part) -> NvlinkExchange: ...
 
-
-class Scratch(NamedTuple):
-    """Memory of a backward: gradients of the experts' result, whose place those of the rows take; what the
-    experts write besides."""
-
-    d_rows: Place
-    act: Place
-    parts: Place
-    d_weights: Place
-    nbytes: int
+    def kernels_of(self, max_tokens: int) -> NvlinkExchange: ...
 
 
 class Record(NamedTuple):
-    """The launches of a forward, or of a backward, whose last one may be nobody's need. kinds: of the
-    exchange's calls that the first is."""
+    """The launches of a forward or of a backward. kinds: the exchange's calls that the first launch makes.
+    last: `None` in a backward whose tokens need no gradients."""
 
     first: Any
     kinds: tuple[str, ...]
@@ -126,7 +100,7 @@ class Record(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Tensors that a call brings. added_TD: what joins the sums, or `None`."""
+    """The tensors of a call. added_TD: what is added to the sums, or `None`."""
 
     ids_TK: Tensor
     weights_TK: Tensor
@@ -135,8 +109,8 @@ class Inputs(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call that ranks have agreed upon. size: what records of such calls have in common. one_launch: of the
-    experts."""
+    """A call that ranks have agreed upon. size: the part of a record's key that tells calls of this kind from
+    others. one_launch: that of the experts."""
 
     kernels: NvlinkExchange
     part: Part
@@ -145,79 +119,38 @@ class Call(NamedTuple):
     one_launch: bool | None
 
 
-def memory_of(
-    sizes: Sizes, tokens: int, rows: int, room: int, weights: tuple[int, int, int], *, keep: bool
-) -> Memory:
-    """Memory for a routing of at most `tokens` tokens a rank, `rows` rows of a dispatch, and `room` that the
-    experts may get. weights: e, D and F. keep: for a backward all but the last two is a piece of its own."""
-    slots, width, inner = weights
-    parts: list[tuple[torch.dtype, tuple[int, ...]]] = [
-        (torch.int32, (tokens + sizes.more_rows, sizes.columns)),
-        (DTYPE, (rows, width)),
-        (torch.float32, (room,)),
-        (torch.int64, (slots,)),
-        (torch.int32, (COUNTERS + slots,)),
-        (torch.int32, (hit_words(slots),)),
-        (DTYPE, (room if keep else 0, 2 * inner)),
-        (DTYPE, (room, inner)),
-        (DTYPE, (room, width)),
-    ]
-    first = len(parts) - 2 * keep
-    places, nbytes = _places(parts[:first], 0)
-    others, more = _places(parts[first:], 1)
-    return Memory(*places, *others, nbytes=(nbytes, more)[: 1 + keep], tokens=tokens)
-
-
-def scratch_of(memory: Memory, down_eDF: Tensor) -> Scratch:
-    """Memory for the backward of a forward with `memory`."""
-    (room, inner), width = memory.act.shape, memory.out.shape[1]
-    parts = parts_of_weights(room, down_eDF)
-    floats = ((torch.float32, (parts, room)), (torch.float32, (room,)))
-    places, nbytes = _places([(DTYPE, (room, width)), (DTYPE, (room, inner)), *floats], 0)
-    return Scratch(*places, nbytes=nbytes)
-
-
-def _places(tensors: Sequence[tuple[torch.dtype, tuple[int, ...]]], piece: int) -> tuple[list[Place], int]:
-    """Places of tensors behind one another, and their bytes."""
-    places, nbytes = [], 0
-    for dtype, shape in tensors:
-        places.append(Place(piece, nbytes, dtype, shape))
-        nbytes += -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
-    return places, nbytes
-
-
 def _sizes(shape: lay.Shape) -> Sizes:
     return Sizes(1, shape.ranks, shape.choices, shape.most_slots)
 
 
 def new_piece(nbytes: int, device: torch.device) -> Tensor:
-    """Memory for what lies between tokens and result: with a caching allocator mostly that of the last call,
-    and of the layer before."""
+    """Allocate a piece of memory: with a caching allocator mostly that of the last call, or of the layer
+    before."""
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def new_gradient(weight: Tensor) -> Tensor:
-    """Memory for a weight's gradient: with a caching allocator mostly that of the last step."""
+    """Allocate a weight's gradient: with a caching allocator mostly in the place of the last step's."""
     return torch.empty_like(weight)
 
 
 def on_gpu(x_TD: Tensor) -> bool:
-    """Whether a call can be recorded where these tokens lie; tests put another in its place."""
+    """Whether calls can be recorded on the device of these tokens; tests replace this function."""
     return x_TD.is_cuda
 
 
 class Recorder:
-    """The forwards of a dispatcher of kernels."""
+    """The recorder of a dispatcher: its records, and the memory that they are for."""
 
-    def __init__(self, dispatcher: NvlinkDispatcher) -> None:
-        # In a circle the heaps of a layer that is garbage would stay until Python looks for circles.
-        self.dispatcher: NvlinkDispatcher = weakref.proxy(dispatcher)
+    def __init__(self, dispatcher: KernelDispatcher) -> None:
+        # With a strong reference a dropped layer would keep its heaps until Python collects cycles.
+        self.dispatcher: KernelDispatcher = weakref.proxy(dispatcher)
         self._memories: dict[Any, Memory] = {}
         self._scratches: dict[Any, Scratch] = {}
         self._records: dict[Any, Record] = {}
 
     def forget(self) -> None:
-        """Take nothing from the record any more: experts live elsewhere, or choices are counted."""
+        """Drop all records: experts have moved, or choices are counted from now on."""
         self._memories.clear()
         self._scratches.clear()
         self._records.clear()
@@ -225,9 +158,9 @@ class Recorder:
     def run(
         self, x_TD: Tensor, routing: Routing, experts: Any, addend: Callable[[], Tensor] | None = None
     ) -> Tensor | None:
-        """y_TD; `None`, before any rank has heard of the call, where its steps are to be made one by one.
-        addend: computes what is added to the output, before the dispatch; not called for steps, but where its
-        result does not fit tokens."""
+        """Run the whole call: y_TD, or `None` if the caller is to take its steps one by one, of which no rank
+        has heard yet. addend: computes what is added to the output. It runs before the dispatch, and of the
+        calls that return `None` in those alone whose addend cannot be added to tokens."""
         if not self._serves(x_TD, routing, experts):
             return None
         dispatcher, weights = self.dispatcher, (experts.gate_up_proj, experts.down_proj)
@@ -236,15 +169,12 @@ class Recorder:
         if keep and (experts.gradient_sums is not None or recording_gradients(weights[0])):
             return None
         added_TD = None if addend is None else addend()
-        if added_TD is not None and not _joins(added_TD, x_TD):
+        if added_TD is not None and not _can_be_added(added_TD, x_TD):
             return None
         keep = keep or differentiated(added_TD)
         dispatcher.promise = True
         (part,) = dispatcher.agree([(x_TD, routing)])
-        kernels = dispatcher.transport.exchange_for(
-            dispatcher.size, dispatcher.placed.placement, part.max_tokens, dispatcher.observer
-        )
-        kernels.layer = dispatcher.layer
+        kernels = dispatcher.kernels_for(part)
         one_launch = experts.one_launch
         size = kernels.serial, part.max_tokens, part.backward, keep, weights[1].shape, one_launch
         memory = self._memories.get(size)
@@ -262,7 +192,7 @@ class Recorder:
     def launch(
         self, call: Call, inputs: Inputs, weights: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        """y_TD, and the memory."""
+        """Launch the kernels of a call, from a record if there is one: y_TD, and the pieces of memory."""
         kernels, x_TD, added_TD = call.kernels, inputs.x_TD, inputs.added_TD
         pieces = [new_piece(nbytes, x_TD.device) for nbytes in call.memory.nbytes]
         y_TD = torch.empty_like(x_TD)
@@ -271,19 +201,19 @@ class Recorder:
         key = call.size, len(x_TD), buffer, added_TD is not None, at
         record = self._records.get(key)
         if record is None:
-            self._record(key, call, pieces, inputs, weights, y_TD)
+            self._launch_recording(key, call, pieces, inputs, weights, y_TD)
         else:
             kernels.launch_again(record.first, record.kinds, *[tensor.data_ptr() for tensor in inputs[:3]])
             for launch in record.between:
                 launch.launch()
             check_products(x_TD.get_device())
-            self._meet_again()
+            self._agree_on_rows()
             ends = (y_TD,) if added_TD is None else (y_TD, added_TD)
             kernels.launch_again(record.last, ("combine",), *[tensor.data_ptr() for tensor in ends])
         return y_TD, pieces
 
     def _serves(self, x_TD: Tensor, routing: Routing, experts: Any) -> bool:
-        """Whether the call is one of those that are the same every time."""
+        """Whether a call like this launches the same kernels every time."""
         dispatcher, ids_TK, weights_TK = self.dispatcher, routing.ids_TK, routing.weights_TK
         if torch.compiler.is_compiling():
             return False
@@ -307,8 +237,8 @@ class Recorder:
     def _plan(
         self, kernels: NvlinkExchange, part: Part, weights: Sequence[Tensor], keep: bool
     ) -> Memory | None:
-        """Memory for calls of this size; `None` where routing and rows take two launches, where the host
-        asks how many rows there are, and where everything is looked at."""
+        """The memory of calls of this size. `None` if routing and rows take two launches, if the host waits
+        to hear how many rows there are, or if the kernels check everything (`debug`)."""
         dispatcher, (slots, width, inner) = self.dispatcher, weights[1].shape
         shape, room = kernels.shape, most_rows(kernels.shape, part.max_tokens)
         if kernels.debug or dispatcher.counts_first(part, room):
@@ -320,7 +250,7 @@ class Recorder:
             return None
         return memory_of(_sizes(shape), shape.max_tokens, room, room, (slots, width, inner), keep=keep)
 
-    def _meet_again(self) -> None:
+    def _agree_on_rows(self) -> None:
         if not self.dispatcher.promised:
             self.dispatcher.agree_on_rows(None, DTYPE)
 
@@ -333,6 +263,7 @@ class Recorder:
         added_TD: Tensor | None,
         one_launch: bool | None,
     ) -> Tensor:
+        """Take the steps of a call that ranks have agreed upon, and that cannot be recorded: y_TD."""
         dispatcher, inputs = self.dispatcher, (x_TD, routing.weights_TK)
         with torch.no_grad():
             begun = Begun(dispatcher.dispatch(part, *inputs, RowForm.ROWS))
@@ -341,11 +272,11 @@ class Recorder:
         if isinstance(beside, Groups):
             beside.one_launch = one_launch
         out_RD = ffn(rows_RD, *weights, counts_e, weights_R=weights_R, beside=beside)
-        self._meet_again()
+        self._agree_on_rows()
         known = {"weights_R": weights_R, "state": tuple(state), "maker": dispatcher.key}
         return autograd.combine(out_RD, Handle(num_tokens=len(x_TD), **known), added_TD, weighted=True)
 
-    def _record(
+    def _launch_recording(
         self,
         key: Any,
         call: Call,
@@ -354,7 +285,7 @@ class Recorder:
         weights: tuple[Tensor, Tensor],
         y_TD: Tensor,
     ) -> None:
-        """Make the launches, and keep them."""
+        """Launch the kernels of a call in the usual way, and keep the record."""
         (kernels, part, memory, *_), (ids_TK, weights_TK, x_TD, added_TD) = call, inputs
         sms, choosing, load = self.dispatcher.sms, self.dispatcher.choosing, self.dispatcher.transport.load
         words, rows_RD, *groups, gate_up_RG, act_RF, out_RD = (place.of(pieces) for place in memory[:9])
@@ -378,10 +309,10 @@ class Recorder:
                 both.run_both(rows_RD, *weights, plan, *into)
             else:
                 run_products(rows_RD, weights, plan, *into, also)
-            self._meet_again()
+            self._agree_on_rows()
             sums: Sums = {"weighted": False, "addend": added_TD}
             kernels.combine(out_RD, routed, num_sms=sms.combine, out=y_TD, **sums)
-        if len(tape) == 2 + products + (not part.is_small):  # products of other GPUs are on no tape
+        if len(tape) == 2 + products + (not part.is_small):  # no tape records the portable products
             first, *between, last = tape
             kinds = ("small",) if part.is_small else ("pull", "route")
             ends = BLANKS[lay.Reduce] if added_TD is None else BLANKS_ADDED
@@ -404,8 +335,9 @@ class Recorder:
         needs: tuple[bool, bool, bool, bool],
         choices: int,
     ) -> list[Tensor | None] | None:
-        """Gradients of tokens, of their choices' weights, of gate_up and of down, `None` where not needed;
-        `None` where the steps are to be made. saved: the memory that was kept, and both weights."""
+        """Launch the kernels of a backward: gradients of tokens, of their choices' weights, of gate_up and of
+        down, each `None` if not needed. `None` in place of all if the caller is to take the steps. saved: the
+        piece of memory that the forward kept, and both weights."""
         dispatcher, (piece, *weights) = self.dispatcher, saved
         if dispatcher.observer.enabled or dispatcher.transport.capturing:
             return None
@@ -415,8 +347,7 @@ class Recorder:
             if scratch is None:
                 return None
             self._scratches[size] = scratch
-        kernels = dispatcher.transport.exchange_of(dispatcher.size, memory.tokens)
-        kernels.layer, d_y_TD = dispatcher.layer, d_y_TD.contiguous()
+        kernels, d_y_TD = dispatcher.kernels_of(memory.tokens), d_y_TD.contiguous()
         between, home = new_piece(scratch.nbytes, piece.device), needs[0] or needs[1]
         d_x_TD = torch.empty_like(d_y_TD) if home else None
         d_weights_TK = d_y_TD.new_empty((len(d_y_TD), choices), dtype=torch.float32) if home else None
@@ -425,7 +356,7 @@ class Recorder:
         key = size, kernels.serial, needs, len(d_y_TD), kernels.next_buffer("pull"), *at
         record, results = self._records.get(key), (d_x_TD, d_weights_TK)
         if record is None:
-            self._record_back(
+            self._launch_back_recording(
                 key, kernels, (memory, scratch), (piece, between), weights, d_y_TD, results, gradients
             )
         else:
@@ -439,8 +370,8 @@ class Recorder:
         return [*results, *gradients]
 
     def _plan_back(self, memory: Memory, down_eDF: Tensor) -> Scratch | None:
-        """Memory for a backward; `None` where rows cross in fp8, where products are of other GPUs, which
-        are on no tape, and where it is too much."""
+        """The memory of a backward. `None` if rows cross in fp8, if products are the portable ones, which no
+        tape records, or if it is too much."""
         wire, device = self.dispatcher.wire, down_eDF.get_device()
         coded = is_coded(wire.combine_backward) or is_coded(wire.dispatch_backward)
         if coded or is_portable(device):
@@ -448,7 +379,7 @@ class Recorder:
         scratch = scratch_of(memory, down_eDF)
         return scratch if scratch.nbytes <= MOST_BYTES else None
 
-    def _record_back(
+    def _launch_back_recording(
         self,
         key: Any,
         kernels: NvlinkExchange,
@@ -459,7 +390,7 @@ class Recorder:
         home: tuple[Tensor | None, Tensor | None],
         gradients: Sequence[Tensor | None],
     ) -> None:
-        """Make the launches of a backward, and keep them."""
+        """Launch the kernels of a backward in the usual way, and keep the record."""
         sms, sms_home, (d_x_TD, d_weights_TK) = self.dispatcher.sms, self.dispatcher.sms_home, home
         words, rows_RD, weights_R, plan, gate_up_RG = parts_of(memories[0], pieces[0])
         d_rows_RD, act_RF, parts_PR, d_weights_R = (place.of(pieces[1:]) for place in memories[1][:4])
@@ -480,7 +411,7 @@ class Recorder:
 
 
 class _Whole(torch.autograd.Function):
-    """Dispatch, experts and combine of a call, and the steps of their backward, as every rank makes them."""
+    """A recorded call as one node of autograd."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -504,45 +435,43 @@ class _Whole(torch.autograd.Function):
         saved_tensors, as_operators = ctx.saved_tensors, traced(d_y_TD)
         if not (ctx.consumed or as_operators):
             dispatcher: Any = autograd.dispatcher_by(ctx.key)
-            of = ctx.memory, ctx.size, saved_tensors, d_y_TD, ctx.needs_input_grad[:4], ctx.shape[1]
-            results = dispatcher.recorder.launch_back(*of)
+            call = ctx.memory, ctx.size, saved_tensors, d_y_TD, ctx.needs_input_grad[:4], ctx.shape[1]
+            results = dispatcher.recorder.launch_back(*call)
             if results is not None:
                 ctx.consumed = True
                 return *results, d_added_TD, None
-        piece, gate_up_eGD, down_eDF = saved_tensors
-        words, rows_RD, weights_R, plan, gate_up_RG = parts_of(ctx.memory, piece)
-        if ctx.consumed:  # by a backward that retained the graph: computed again, the same bits
-            gate_up_RG = gate_up_RG[:0]
-        ctx.consumed = ctx.consumed or not as_operators
-        x, choices, gate_up, down, *_ = ctx.needs_input_grad
-        run: Any = autograd.combine_backward_op if as_operators else autograd.run_combine_backward
-        d_out_RD, _ = run(d_y_TD, None, weights_R, [words], ctx.key)
-        saved = Saved(rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG)
-        results = ffn_backward(d_out_RD, saved, (x or choices, gate_up, down), as_operators=as_operators)
-        d_rows_RD, d_gate_up, d_down, d_weights_R = results
-        d_gate_up, d_down = d_gate_up if gate_up else None, d_down if down else None
-        if not (x or choices):
-            return None, None, d_gate_up, d_down, d_added_TD, None
-        run = autograd.dispatch_backward_op if as_operators else autograd.run_dispatch_backward
-        d_x_TD, d_weights_TK = run(d_rows_RD, d_weights_R, [words], *ctx.shape, ctx.key)
-        home = d_x_TD if x else None, d_weights_TK if choices else None
-        return *home, d_gate_up, d_down, d_added_TD, None
+        return *_backward_by_steps(ctx, d_y_TD, saved_tensors, as_operators), d_added_TD, None
 
 
-def _joins(added_TD: Tensor, x_TD: Tensor) -> bool:
-    """Whether the kernel that sums can add it as it is."""
+def _backward_by_steps(
+    ctx: Any, d_y_TD: Tensor, saved_tensors: Sequence[Tensor], as_operators: bool
+) -> tuple[Tensor | None, ...]:
+    """Gradients of tokens, of their choices' weights, of gate_up and of down, each `None` if not needed.
+    saved_tensors: the piece of memory that the forward kept, and both weights."""
+    piece, gate_up_eGD, down_eDF = saved_tensors
+    words, rows_RD, weights_R, plan, gate_up_RG = parts_of(ctx.memory, piece)
+    if ctx.consumed:  # by a backward that retained the graph: computed again, the same bits
+        gate_up_RG = gate_up_RG[:0]
+    ctx.consumed = ctx.consumed or not as_operators
+    x, choices, gate_up, down, *_ = ctx.needs_input_grad
+    run: Any = autograd.combine_backward_op if as_operators else autograd.run_combine_backward
+    d_out_RD, _ = run(d_y_TD, None, weights_R, [words], ctx.key)
+    saved = Saved(rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG)
+    results = ffn_backward(d_out_RD, saved, (x or choices, gate_up, down), as_operators=as_operators)
+    d_rows_RD, d_gate_up, d_down, d_weights_R = results
+    d_gate_up, d_down = d_gate_up if gate_up else None, d_down if down else None
+    if not (x or choices):
+        return None, None, d_gate_up, d_down
+    run = autograd.dispatch_backward_op if as_operators else autograd.run_dispatch_backward
+    d_x_TD, d_weights_TK = run(d_rows_RD, d_weights_R, [words], *ctx.shape, ctx.key)
+    return d_x_TD if x else None, d_weights_TK if choices else None, d_gate_up, d_down
+
+
+def _can_be_added(added_TD: Tensor, x_TD: Tensor) -> bool:
+    """Whether the kernel that sums can add `added_TD` as it is."""
     return (
         added_TD.shape == x_TD.shape
         and added_TD.dtype == x_TD.dtype
         and added_TD.device == x_TD.device
         and added_TD.is_contiguous()
     )
-
-
-def parts_of(memory: Memory, piece: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Words, rows, weights, plan and gate_up, of the piece that a backward has kept."""
-    rows_RD = memory.rows.of([piece])[: memory.gate_up.shape[0]]
-    words, weights_R, plan, gate_up_RG = (
-        place.of([piece]) for place in (memory.words, memory.weights, memory.plan, memory.gate_up)
-    )
-    return words, rows_RD, weights_R, plan, gate_up_RG

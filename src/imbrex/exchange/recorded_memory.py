@@ -1,0 +1,123 @@
+"""Memory of a recorded call: all that lies between its tokens and its result, in one or two pieces.
+
+Every tensor has a fixed place in a piece. So the address of the piece stands for all addresses in it, by
+which a record of launches is found again (`imbrex.exchange.recorded`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from imbrex.exchange.nvlink_fit import DTYPE
+from imbrex.kernels.ffn.glue import COUNTERS, hit_words
+from imbrex.kernels.ffn.slopes import parts_of_weights
+from imbrex.kernels.routing.routed import Sizes
+
+ALIGNED = 256
+"""Bytes of which every place begins at a multiple."""
+
+
+class Place(NamedTuple):
+    """The place of a tensor. piece: the index of its piece. at: its first byte there."""
+
+    piece: int
+    at: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def of(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The tensor, by as few views as possible: each takes the host as long as an allocation."""
+        piece = pieces[self.piece]
+        strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
+        values = piece if self.dtype == piece.dtype else piece.view(self.dtype)
+        return values.as_strided(self.shape, strides, self.at // self.dtype.itemsize)
+
+
+class Memory(NamedTuple):
+    """Places of all tensors between dispatch and combine.
+
+    words: the routing. rows, weights: those that arrive. counts, plan, hits: of rows by expert, for the
+        experts' kernels. gate_up: what a backward needs of the experts, else empty. act, out: what the
+        experts write. nbytes: the size of every piece. tokens: tokens of a rank, for which the routing has
+        room.
+    """
+
+    words: Place
+    rows: Place
+    weights: Place
+    counts: Place
+    plan: Place
+    hits: Place
+    gate_up: Place
+    act: Place
+    out: Place
+    nbytes: tuple[int, ...]
+    tokens: int
+
+
+class Scratch(NamedTuple):
+    """Places of the tensors of a backward. d_rows: gradients of the experts' result, and then, in their
+    place, those of the rows. act, parts, d_weights: what the experts write besides. nbytes: the size of the
+    piece."""
+
+    d_rows: Place
+    act: Place
+    parts: Place
+    d_weights: Place
+    nbytes: int
+
+
+def memory_of(
+    sizes: Sizes, tokens: int, rows: int, room: int, weights: tuple[int, int, int], *, keep: bool
+) -> Memory:
+    """Memory for at most `tokens` tokens of a rank. rows: rows that the dispatch writes. room: rows that the
+    experts compute at most. weights: e, D and F. keep: a backward follows, which needs all but the last two
+    tensors; those have a piece of their own then."""
+    slots, width, inner = weights
+    parts: list[tuple[torch.dtype, tuple[int, ...]]] = [
+        (torch.int32, (tokens + sizes.more_rows, sizes.columns)),
+        (DTYPE, (rows, width)),
+        (torch.float32, (room,)),
+        (torch.int64, (slots,)),
+        (torch.int32, (COUNTERS + slots,)),
+        (torch.int32, (hit_words(slots),)),
+        (DTYPE, (room if keep else 0, 2 * inner)),
+        (DTYPE, (room, inner)),
+        (DTYPE, (room, width)),
+    ]
+    first = len(parts) - 2 * keep
+    places, nbytes = _places(parts[:first], 0)
+    others, more = _places(parts[first:], 1)
+    return Memory(*places, *others, nbytes=(nbytes, more)[: 1 + keep], tokens=tokens)
+
+
+def scratch_of(memory: Memory, down_eDF: Tensor) -> Scratch:
+    """Memory for the backward of a forward with `memory`."""
+    (room, inner), width = memory.act.shape, memory.out.shape[1]
+    parts = parts_of_weights(room, down_eDF)
+    floats = ((torch.float32, (parts, room)), (torch.float32, (room,)))
+    places, nbytes = _places([(DTYPE, (room, width)), (DTYPE, (room, inner)), *floats], 0)
+    return Scratch(*places, nbytes=nbytes)
+
+
+def _places(tensors: Sequence[tuple[torch.dtype, tuple[int, ...]]], piece: int) -> tuple[list[Place], int]:
+    """Places of tensors behind one another, and their bytes."""
+    places, nbytes = [], 0
+    for dtype, shape in tensors:
+        places.append(Place(piece, nbytes, dtype, shape))
+        nbytes += -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
+    return places, nbytes
+
+
+def parts_of(memory: Memory, piece: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Words, rows, weights, plan and gate_up, in the piece that is kept for a backward."""
+    rows_RD = memory.rows.of([piece])[: memory.gate_up.shape[0]]
+    words, weights_R, plan, gate_up_RG = (
+        place.of([piece]) for place in (memory.words, memory.weights, memory.plan, memory.gate_up)
+    )
+    return words, rows_RD, weights_R, plan, gate_up_RG
