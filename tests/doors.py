@@ -89,7 +89,7 @@ def asked_ways(path: str, text: str) -> list[Breach]:
 
 
 def circles(files: dict[str, str], modules: frozenset[str]) -> list[Breach]:
-    """Files that import each other, straight or through others, if only in a function or for type checkers."""
+    """Files that import each other, straight or through others; in functions and for type checkers, too."""
     below: dict[str, set[str]] = {}
     for path, text in files.items():
         sources = {module for _, module in imports(tree_of(text, path), path, modules)}
