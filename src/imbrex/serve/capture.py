@@ -26,6 +26,8 @@ from imbrex.serve.decoding import Captured
 from imbrex.serve.request import is_whole
 from imbrex.transport.groups import hosts_of
 
+WHOLE = (torch.int64, torch.int32)
+
 
 def why_not_captured(model: nn.Module) -> str | None:
     """Why a step of this model cannot be recorded, or `None`."""
@@ -61,11 +63,13 @@ def capture(model: nn.Module, *, batch: int, length: int, graphs: bool = True) -
     reason = why_not_captured(model)
     if reason is not None:
         raise ValueError(f"capture: {reason}")
-    if batch < 1 or length < 2:
+    if not is_whole(batch) or not is_whole(length) or batch < 1 or length < 2:
         raise ValueError(
-            f"capture: {batch} sequences of {length} tokens; give 1 or more, of 2 tokens or more"
+            f"capture: {batch!r} sequences of {length!r} tokens; give 1 or more, of 2 tokens or more"
         )
-    return Decoding(model, batch, length, graphs=graphs)
+    # What a step writes to must be writable outside of inference mode, too.
+    with torch.inference_mode(False):
+        return Decoding(model, batch, length, graphs=graphs)
 
 
 class Decoding:
@@ -106,6 +110,8 @@ class Decoding:
     def step(self, tokens_B: Tensor) -> Tensor:
         """One token a sequence; the logits [B, V] behind it, overwritten by the next step. Raises ValueError
         for another number of tokens, and where the cache has no room: a GPU would write past its end."""
+        if not isinstance(tokens_B, Tensor) or tokens_B.dtype not in WHOLE:
+            raise ValueError(f"capture: a step takes the tokens that follow as int64 [{self.batch}]")
         if tokens_B.numel() != self.batch or self._used >= self.length:
             raise ValueError(
                 f"capture: {tokens_B.numel()} tokens behind {self._used} of a sequence; give {self.batch}, "
@@ -119,14 +125,16 @@ class Decoding:
         return self.logits_BV
 
     def generate(self, input_ids: Tensor, *, max_new_tokens: int) -> Tensor:
-        """Greedy answers [B, max_new_tokens] on the device. Ranks may want different numbers."""
-        size = input_ids.shape[-1]
-        if not is_whole(max_new_tokens) or not 0 < max_new_tokens <= self.length - size:
+        """Greedy answers [B, max_new_tokens] on the device. Ranks may want different numbers.
+
+        Raises ValueError for prompts or a number that cannot be; then every rank does, and may ask again.
+        """
+        reason = self._why_not_prompts(input_ids) or self._why_not_tokens(max_new_tokens, input_ids)
+        longest, refused = self._agree(0 if reason else max_new_tokens, reason is not None)
+        if refused:
             raise ValueError(
-                f"capture: {max_new_tokens!r} tokens behind {size}, with room for {self.length}; ask for a "
-                "whole number of at least 1 and no more than fit, or capture with a larger length"
+                f"capture: {reason or 'another rank was asked for what cannot be, and says what'}"
             )
-        longest = self._agree(max_new_tokens)
         answer = [self.start(input_ids).argmax(-1)]
         for step in range(1, longest):
             if step >= max_new_tokens:
@@ -146,15 +154,26 @@ class Decoding:
         for layer in self.cache.layers:
             layer.cumulative_length.sub_(1)
 
+    def _why_not_tokens(self, max_new_tokens: int, input_ids: Tensor) -> str | None:
+        size = input_ids.shape[1]
+        if is_whole(max_new_tokens) and 0 < max_new_tokens <= self.length - size:
+            return None
+        return (
+            f"{max_new_tokens!r} tokens behind {size}, with room for {self.length}; ask for a whole number of "
+            "at least 1 and no more than fit, or capture with a larger length"
+        )
+
     def _why_not_prompts(self, input_ids: Tensor) -> str | None:
         """Why these are no prompts to start with, or `None`."""
+        if not isinstance(input_ids, Tensor):
+            return f"prompts are a {type(input_ids).__name__}; give a tensor of tokens [{self.batch}, S]"
         shape = tuple(input_ids.shape)
         if len(shape) != 2 or shape[0] != self.batch or not 0 < shape[1] < self.length:
             return (
                 f"prompts of shape {shape}; give [{self.batch}, S] with S below {self.length}, the room of "
                 "the cache"
             )
-        if input_ids.dtype not in (torch.int64, torch.int32):
+        if input_ids.dtype not in WHOLE:
             return f"prompts of {input_ids.dtype}; give tokens as int64"
         # host sync: a wrong id is told before the device reads behind the embeddings
         least, largest = (int(end) for end in input_ids.aminmax())
@@ -163,19 +182,19 @@ class Decoding:
             return f"tokens from {least} to {largest}; give whole numbers from 0 to {vocabulary - 1}"
         return None
 
-    def _agree(self, steps: int) -> int:
-        """The most steps that a rank wants."""
+    def _agree(self, steps: int, refused: bool) -> tuple[int, bool]:
+        """The most steps that a rank wants, and whether one refuses."""
         group = next((layer.ranks.group for layer in self.layers if layer.ranks.size > 1), None)
         if group is None:
-            return steps
-        hosts, most_1 = hosts_of(group), torch.tensor([steps], dtype=torch.int64, device="cpu")
+            return steps, refused
+        hosts, most_2 = hosts_of(group), torch.tensor([steps, refused], dtype=torch.int64, device="cpu")
         waits.run(
             "agreement on the number of steps",
-            lambda: dist.all_reduce(most_1, dist.ReduceOp.MAX, group=hosts, async_op=True),
+            lambda: dist.all_reduce(most_2, dist.ReduceOp.MAX, group=hosts, async_op=True),
             on_host=True,
             group=hosts,
         )
-        return int(most_1)
+        return int(most_2[0]), bool(most_2[1])
 
     def _reset(self) -> None:
         self.cache.reset()

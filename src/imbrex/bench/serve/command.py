@@ -249,7 +249,8 @@ def compare(
     model, text = _make(args, way, device, group, board)
     rows = []
     for swept in _swept(args):
-        settings = settings_of(args, *swept, graphs=takes_graphs(model, way))
+        graphs = device.type == "cuda" and takes_graphs(model, way)
+        settings = settings_of(args, *swept, graphs=graphs)
         kinds = {"": settings} | (without(settings, swept[2]) if args.levers else {})
         loads = [
             Load(users=users, input=swept[2], output=args.output, rounds=args.rounds)
