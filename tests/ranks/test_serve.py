@@ -199,6 +199,14 @@ def test_the_command_turns_levers_off(tmp_path: Path) -> None:
     assert printed.count("│ alltoall │") == 2 + 3
 
 
+def test_no_graph_is_a_lever_where_there_are_none(tmp_path: Path) -> None:
+    words = ["bench", "serve", "--device", "cpu", "--users", "2", "--rounds", "2", "--input", "4", "--output"]
+    words += ["2", "--levers", "1", "--json", str(tmp_path / "rows.json")]
+    run_ranks(words, ranks=1, folder=tmp_path)
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert {row["case"].get("off") for row in rows} == {None, "interval", "chunk", "buckets"}
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -54,13 +54,15 @@ def test_a_token_can_be_taken_back() -> None:
         ([[1, 2]], 0, "0 tokens behind 2"),
         ([[1, 2]], 1.5, "1.5 tokens behind 2"),
         ([[1, 2]], None, "None tokens behind 2"),
+        (None, 2, "prompts are a list; give a tensor of tokens"),
     ],
 )
 def test_wrong_prompts_are_refused_and_the_next_are_answered(ids: Any, wanted: Any, said: str) -> None:
     decoding = imbrex.capture(make("qwen3_moe"), batch=1, length=6)
     truth = decoding.generate(torch.tensor([[3, 4]]), max_new_tokens=3)
+    prompts: Any = [[1, 2]] if ids is None else torch.tensor(ids)
     with pytest.raises(ValueError, match=said):
-        decoding.generate(torch.tensor(ids), max_new_tokens=wanted)
+        decoding.generate(prompts, max_new_tokens=wanted)
     assert torch.equal(decoding.generate(torch.tensor([[3, 4]]), max_new_tokens=3), truth)
 
 
@@ -75,12 +77,30 @@ def test_what_cannot_be_captured_is_refused_with_a_reason() -> None:
         decoding.generate(torch.zeros(1, 3, dtype=torch.int64), max_new_tokens=2)
     with pytest.raises(ValueError, match="0 sequences"):
         imbrex.capture(model, batch=0, length=4)
+    half: Any = 2.5
+    for size in ({"batch": half, "length": 4}, {"batch": 1, "length": half}):
+        with pytest.raises(ValueError, match=r"2\.5"):
+            imbrex.capture(model, **size)
     decoding.start(torch.zeros(1, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match="2 tokens behind 3 of a sequence; give 1"):
         decoding.step(torch.tensor([1, 2]))
+    for token in (torch.tensor([1.5]), [1]):
+        with pytest.raises(ValueError, match=r"a step takes the tokens that follow as int64 \[1\]"):
+            decoding.step(token)  # type: ignore[arg-type]
     decoding.step(torch.tensor([1]))
     with pytest.raises(ValueError, match="1 tokens behind 4 of a sequence; give 1, and start anew where 4"):
         decoding.step(torch.tensor([1]))
     model.config._attn_implementation = "eager"
     with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
         imbrex.capture(model, batch=1, length=4)
+
+
+def test_a_capture_made_in_inference_mode_serves_outside_of_it() -> None:
+    model = make("qwen3_moe")
+    prompts = torch.tensor([[3, 4]])
+    truth = imbrex.capture(model, batch=1, length=6).generate(prompts, max_new_tokens=3)
+    with torch.inference_mode():
+        decoding = imbrex.capture(model, batch=1, length=6)
+        inside = decoding.generate(prompts, max_new_tokens=3)
+    assert torch.equal(inside, truth)
+    assert torch.equal(decoding.generate(prompts, max_new_tokens=3), truth)

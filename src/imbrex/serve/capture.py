@@ -27,6 +27,7 @@ from imbrex.serve.request import is_whole
 from imbrex.transport.groups import hosts_of
 
 WHOLE = (torch.int64, torch.int32)
+"""Dtypes of tokens."""
 
 
 def why_not_captured(model: nn.Module) -> str | None:
@@ -159,8 +160,8 @@ class Decoding:
         if is_whole(max_new_tokens) and 0 < max_new_tokens <= self.length - size:
             return None
         return (
-            f"{max_new_tokens!r} tokens behind {size}, with room for {self.length}; ask for a whole number of "
-            "at least 1 and no more than fit, or capture with a larger length"
+            f"{max_new_tokens!r} tokens behind {size}, with room for {self.length}; ask for a whole number "
+            "of at least 1 and no more than fit, or capture with a larger length"
         )
 
     def _why_not_prompts(self, input_ids: Tensor) -> str | None:
