@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 from benchmarks import events_layer
-from benchmarks.ceilings import measure_ceilings
 from tests.emulated.events import make_kernels, tables_of
 from tests.emulated.out_of_step import RankHeap
 from tests.emulated.scenario import Case, make_exchange
 
+from imbrex.bench.ceilings import measure_ceilings
 from imbrex.bench.exchange.clock import run_ranks
 from imbrex.bench.results import check_results, describe_run, write_results
 from imbrex.bench.shapes import MODELS
