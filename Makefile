@@ -40,7 +40,8 @@ venv:
 		{ test ! -e $(OURS) || rm -rf $(VENV); } && mkdir -p $(VENV) && touch $(OURS) && $(PYTHON) -m venv $(VENV); \
 	fi
 
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e
+# Of 12,000 modules 3,000 are ever imported. Python compiles those then: 9 s of a processor for 33.
+INSTALL = $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e
 FAILED = { echo "the exact versions in constraints.txt could not be installed with $$($(BIN)/python -V), see above:" \
 	"mend that, or give another with make PYTHON=python3.12 ..."; exit 1; }
 
