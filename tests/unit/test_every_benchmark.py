@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -25,6 +26,13 @@ def test_names_are_those_for_the_gpus() -> None:
     with pytest.raises(SystemExit, match="--only decode_one: for 2 GPUs there are"):
         every.chosen(2, ["decode_one"])
     assert not every.chosen(0, None)
+
+
+@pytest.mark.parametrize("script", sorted(every.HERE.glob("*.py")), ids=lambda script: script.stem)
+def test_what_a_benchmark_imports_is_there(monkeypatch: pytest.MonkeyPatch, script: Path) -> None:
+    """Most of them run on GPUs alone. A script finds its neighbours by their names."""
+    monkeypatch.syspath_prepend(str(every.HERE))
+    assert importlib.import_module(f"benchmarks.{script.stem}")
 
 
 SCRIPT = """import os, sys, time
