@@ -144,7 +144,7 @@ RUN = {
     "next": r"const u32 next = draw_ahead\(\)",
     "find": r"find_job\(number\)",
     "written": r"!wait_written\(",
-    "reduced": r"if \(job\.home && !wait_reduced\(\)\)",
+    "reduced": r"if \(job\.home && !wait_reduced\(call, job\.flag\)\)",
     "sum": r"sum_piece<F>\(",
     "tell": r"if \(!job\.home\) tell\(\)",
     "go on": r"number = uniform\(next\)",

@@ -122,7 +122,7 @@ PHASE = {
     "aside or draw": r"aside < home \? aside : draw_again\(call, reduce, 1\)",
     "draw": r"tokens, home, draw_again\(call, reduce, 1\)",
     "look": r"return is_reduced\(piece\)",
-    "wait": r"return wait_reduced\(call, piece\)",
+    "wait": r"return wait_reduced\(call, piece\.flag\)",
 }
 
 

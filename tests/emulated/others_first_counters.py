@@ -30,7 +30,7 @@ RUN = {
     "written": r"!wait_written\((\d)\)",
     "pieces": PIECES,
     "own": r"tokens, home, draw_again\(call, reduce, 1\)",
-    "add": r"return wait_reduced\(call, piece\)",
+    "add": r"return wait_reduced\(call, piece\.flag\)",
 }
 
 

@@ -139,8 +139,8 @@ FAULTS = {
         "for (; fault != 2 && ready <= job.part; ++ready)",
     ),
     "no wait for the peers' sums": (
-        "if (job.home && !wait_reduced())",
-        "if (fault != 3 && job.home && !wait_reduced())",
+        "if (job.home && !wait_reduced(call, job.flag))",
+        "if (fault != 3 && job.home && !wait_reduced(call, job.flag))",
     ),
     "rows counted twice": (
         "ptx::add_relaxed_gpu(written + part, rows_sent);",

@@ -198,7 +198,7 @@ FAULTS: dict[str, tuple[str, Edits, str]] = {
     "a begin that is not told": ("down, three calls", ((DOWN, TELL_STARTED, ""),), "for ever"),
     "own sums nobody waited for": (
         "down",
-        ((SUMMERS, "if (job.home && !wait_reduced()) return false;", ""),),
+        ((SUMMERS, "if (job.home && !wait_reduced(call, job.flag)) return false;", ""),),
         "sum .* is",
     ),
     "tickets not set back": (

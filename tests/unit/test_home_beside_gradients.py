@@ -181,8 +181,8 @@ FAULTS = {
         "bool end() {\n        if (fault != 4 && fault != 5 && !reduce_others()) return false;",
     ),
     "own pieces before others'": (
-        "return wait_reduced(call, piece); }) >= home;",
-        "return wait_reduced(call, piece); }) >= home && (fault != 5 || reduce_others());",
+        "return wait_reduced(call, piece.flag); }) >= home;",
+        "return wait_reduced(call, piece.flag); }) >= home && (fault != 5 || reduce_others());",
     ),
     "the first product's result for both": (
         "ptx::tma_store_3d(map_d + tile.together,",

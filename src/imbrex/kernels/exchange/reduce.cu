@@ -35,10 +35,11 @@ extern "C" __global__ void __launch_bounds__(32 * Whole::kWarps, 1)
                                  reduce.each ? mine : draw_again(call, reduce, 0));
     }
     fine = fine && __ballot_sync(0xffffffffu, failed_before) == 0;
+    const auto there = [&](const Piece& piece) { return wait_reduced(call, piece.flag); };
     if (fine)
         fine = add_pieces<Whole, false>(call, reduce, own, tokens, adding,
-                                 reduce.each ? mine - reducing : draw_again(call, reduce, 1),
-                                 [&](const Piece& piece) { return wait_reduced(call, piece); }) >= adding;
+                                        reduce.each ? mine - reducing : draw_again(call, reduce, 1),
+                                        there) >= adding;
     ptx::wait_for_launches();  // who had nothing to add: a kernel ends behind the one before
     if (!fine) spoil(call, reduce);
     end_call(call);

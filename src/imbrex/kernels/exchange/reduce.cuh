@@ -120,7 +120,7 @@ __device__ inline void send_values(const Call& call, const Reduce& reduce, const
 // A ticket orders nothing: whoever ends the call sets them back, behind all blocks' ends.
 __device__ inline u32 draw(u32* drawn) {
     int at = 0;
-    if (ptx::lane_id() == 0) at = static_cast<int>(ptx::take_relaxed_gpu(drawn, 1));
+    if (ptx::lane_id() == 0) at = static_cast<int>(atomicAdd(drawn, 1u));
     return static_cast<u32>(__shfl_sync(0xffffffffu, at, 0));
 }
 
@@ -320,13 +320,13 @@ __device__ __forceinline__ void store_out(const Reduce& reduce, u8* to, int colu
     }
 }
 
-// Until all ranks have summed their rows of an own piece. All lanes.
-__device__ __forceinline__ bool wait_reduced(const Call& call, const Piece& piece) {
+// Until all ranks have summed their rows of the own piece of this flag. All lanes.
+__device__ __forceinline__ bool wait_reduced(const Call& call, int flag) {
     const Group& group = *call.group;
     const int p = static_cast<int>(ptx::lane_id());
     bool fine = true;
     if (p < group.ranks && p != call.me)
-        fine = wait_flag(call, flag_of(group, group.reduced_flags, call.me, p, piece.flag), call.epoch,
+        fine = wait_flag(call, flag_of(group, group.reduced_flags, call.me, p, flag), call.epoch,
                          kRowsReduced, p);
     return __all_sync(0xffffffffu, fine);
 }

@@ -133,7 +133,7 @@ struct Summer {
         if (!reduce_others()) return false;
         return add_pieces<Sums>(call, reduce, own, tokens, home,
                                 aside < home ? aside : draw_again(call, reduce, 1),
-                                [&](const Piece& piece) { return wait_reduced(call, piece); }) >= home;
+                                [&](const Piece& piece) { return wait_reduced(call, piece.flag); }) >= home;
     }
 
    private:

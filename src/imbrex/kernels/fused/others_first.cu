@@ -210,7 +210,7 @@ struct Summer {
         }
         if (!wait_written(1)) return false;
         return add_pieces<Sums>(call, reduce, own, tokens, home, draw_again(call, reduce, 1),
-                                [&](const Piece& piece) { return wait_reduced(call, piece); }) >= home;
+                                [&](const Piece& piece) { return wait_reduced(call, piece.flag); }) >= home;
     }
 
    private:

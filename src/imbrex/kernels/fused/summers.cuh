@@ -106,7 +106,7 @@ struct Summers {
             __syncwarp();
             for (; ready <= job.part; ++ready)  // also those before: an own piece of one may come next
                 if (!wait_written(ready)) return false;
-            if (job.home && !wait_reduced()) return false;
+            if (job.home && !wait_reduced(call, job.flag)) return false;
             sum_piece<F>();
             __syncwarp();
             if (!job.home) tell();
@@ -172,17 +172,6 @@ struct Summers {
                 ptx::rest();
             }
         }
-        return __all_sync(~0u, fine);
-    }
-
-    // Until all ranks' sums of own tokens are there. All lanes.
-    __device__ __forceinline__ bool wait_reduced() const {
-        const Group& group = *call.group;
-        const int p = static_cast<int>(ptx::lane_id());
-        bool fine = true;
-        if (p < group.ranks && p != call.me)
-            fine = wait_flag(call, flag_of(group, group.reduced_flags, call.me, p, job.flag), call.epoch,
-                             kRowsReduced, p);
         return __all_sync(~0u, fine);
     }
 

@@ -50,16 +50,6 @@ __device__ __forceinline__ void add_relaxed_gpu(u32* word, u32 value) {
     asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
-// Orders nothing. Returns the value before.
-__device__ __forceinline__ u32 take_relaxed_gpu(u32* word, u32 value) {
-    u32 before;
-    asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], %2;"
-                 : "=r"(before)
-                 : "l"(word), "r"(value)
-                 : "memory");
-    return before;
-}
-
 // Returns the value before; the word becomes `value` if it was 0.
 __device__ __forceinline__ u32 claim_zero_sys(u32* word, u32 value) {
     u32 before;
