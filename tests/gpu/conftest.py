@@ -7,7 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.gpu.gpus import RANKS
+from tests.gpu.sanitizer import compile_for_racecheck
 from tests.ranks.pool import Pool
+
+compile_for_racecheck()
 
 
 @pytest.fixture(scope="module")

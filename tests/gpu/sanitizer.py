@@ -8,9 +8,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
+from imbrex.kernels import jit
+
+RACECHECK = "IMBREX_TEST_RACECHECK"
+"""A variable of the environment: kernels are compiled as racecheck understands them (`RACECHECK` in
+kernels/gemm/shape.cuh)."""
 FOUND = 9
 """The exit code where the tool has found something."""
 
@@ -35,8 +41,19 @@ def check_code(tool: str, code: str) -> None:
     assert "ran" in _check(tool, "-c", f"{code}\nprint('ran')").splitlines()
 
 
+def compile_for_racecheck() -> None:
+    """Lets every kernel of this process be such a variant, where a tool started it."""
+    if os.environ.get(RACECHECK):
+        load = jit._load
+        more = (("RACECHECK", 1),)
+        jit._load = lambda variant, device: load(  # type: ignore[assignment]
+            replace(variant, defines=(*variant.defines, *more)), device
+        )
+
+
 def _check(tool: str, *words: str) -> str:
-    return _run(tool, ("--error-exitcode", str(FOUND), sys.executable, *words))
+    variables = {RACECHECK: "1"} if tool == "racecheck" else {}
+    return _run(tool, ("--error-exitcode", str(FOUND), sys.executable, *words), **variables)
 
 
 def _run(tool: str, words: Sequence[str], **environment: str) -> str:
