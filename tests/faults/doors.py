@@ -85,4 +85,12 @@ DOORS = [
         "overflow=self.overflow,",
         ("unit/test_deep_ep.py::test_the_permutation_of_its_docstring",),
     ),
+    Fault(
+        "a-helping-step-stays",
+        "serve/capture.py",
+        "a captured step that is refused, or made for others, leaves its dummy in the sequence",
+        "        if not full:\n            self.rewind()\n",
+        "",
+        ("ranks/test_capture.py::test_what_one_rank_refuses_stops_nobody",),
+    ),
 ]

@@ -48,13 +48,13 @@ def test_a_token_can_be_taken_back() -> None:
     [
         ([[1, 32]], 2, "tokens from 1 to 32; give whole numbers from 0 to 31"),
         ([[-1, 3]], 2, "tokens from -1 to 3"),
-        ([[1.0, 2.0]], 2, "prompts of torch.float32"),
+        ([[1.0, 2.0]], 2, r"prompts are tokens \[1, S\]: torch.float32 came"),
         ([1, 2], 2, r"prompts of shape \(2,\)"),
-        ([[]], 2, r"prompts of shape \(1, 0\)"),
+        ([[]], 2, "torch.float32 came; give int64"),
         ([[1, 2]], 0, "0 tokens behind 2"),
         ([[1, 2]], 1.5, "1.5 tokens behind 2"),
         ([[1, 2]], None, "None tokens behind 2"),
-        (None, 2, "prompts are a list; give a tensor of tokens"),
+        (None, 2, "a list came; give a tensor"),
     ],
 )
 def test_wrong_prompts_are_refused_and_the_next_are_answered(ids: Any, wanted: Any, said: str) -> None:

@@ -8,8 +8,9 @@ widths: the host launches a thousand kernels), so the step is recorded once and 
 transformers' static one, which counts on the device; positions and the mask are made on the device too, so a
 replay needs nothing but the newest tokens.
 
-Where experts are spread over ranks, all of them capture, start and step together: `generate` goes on until
-the last rank has what it wants, and the others run dummies meanwhile.
+Where experts are spread over ranks, all of them capture, start and step together, since every one wants the
+others' experts. A rank that has no prompts, or whose input is refused, runs dummies beside the others and
+raises its error behind them: nobody waits for it. `generate` goes on until the last rank has what it wants.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from imbrex.exchange.agreement import is_plain
 from imbrex.layer import MoELayer
 from imbrex.runtime import waits
 from imbrex.serve.decoding import Captured
@@ -62,15 +64,34 @@ def capture(model: nn.Module, *, batch: int, length: int, graphs: bool = True) -
     Raises ValueError where the model cannot be captured, and says why.
     """
     reason = why_not_captured(model)
-    if reason is not None:
-        raise ValueError(f"capture: {reason}")
-    if not is_whole(batch) or not is_whole(length) or batch < 1 or length < 2:
-        raise ValueError(
-            f"capture: {batch!r} sequences of {length!r} tokens; give 1 or more, of 2 tokens or more"
-        )
+    if reason is None and (not is_whole(batch) or not is_whole(length) or batch < 1 or length < 2):
+        reason = f"{batch!r} sequences of {length!r} tokens; give 1 or more, of 2 tokens or more"
+    # A first step waits for all ranks, so what one of them refuses ends the call on all.
+    if _most(model, int(reason is not None), "agreement on a capture"):
+        raise ValueError(f"capture: {reason or 'another rank cannot capture its model, and says why'}")
     # What a step writes to must be writable outside of inference mode, too.
     with torch.inference_mode(False):
         return Decoding(model, batch, length, graphs=graphs)
+
+
+def _layers(model: object) -> list[MoELayer]:
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return [module for module in modules if isinstance(module, MoELayer)]
+
+
+def _most(model: object, number: int, what: str) -> int:
+    """The largest of a number that every rank of the model's experts gives; a small message between hosts."""
+    group = next((layer.ranks.group for layer in _layers(model) if layer.ranks.size > 1), None)
+    if group is None:
+        return number
+    hosts, most_1 = hosts_of(group), torch.tensor([number], dtype=torch.int64, device="cpu")
+    waits.run(
+        what,
+        lambda: dist.all_reduce(most_1, dist.ReduceOp.MAX, group=hosts, async_op=True),
+        on_host=True,
+        group=hosts,
+    )
+    return int(most_1)
 
 
 class Decoding:
@@ -84,7 +105,7 @@ class Decoding:
         config: Any = model.config
         self.device = weight.device
         self.cache: Any = StaticCache(config=config, max_cache_len=length)
-        self.layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+        self.layers = _layers(model)
         self.tokens_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         self.position_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.logits_BV = torch.zeros(batch, config.vocab_size, dtype=weight.dtype, device=self.device)
@@ -93,58 +114,55 @@ class Decoding:
         self._program = Captured(self._step, self.device, graphs=graphs)
         self._reset()
 
-    @torch.no_grad()
-    def start(self, input_ids: Tensor) -> Tensor:
+    def start(self, input_ids: Tensor | None) -> Tensor:
         """Run prompts [B, S] from the beginning; the logits [B, V] behind their last tokens. Not recorded.
-        Raises ValueError for what is no such prompts: a GPU would end the process for a wrong id."""
-        reason = self._why_not_prompts(input_ids)
+        `None`: this rank has none, helps the others, and keeps what it has; the logits mean nothing.
+
+        Raises ValueError for what is no such prompts, since a GPU would end the process for a wrong id. The
+        others' starts go on then, and this rank is where it was."""
+        reason = None if input_ids is None else self._why_not_prompts(input_ids)
+        if input_ids is None or reason is not None:
+            self._help_start()
         if reason is not None:
             raise ValueError(f"capture: {reason}")
-        self._reset()
-        size = input_ids.shape[1]
-        model: Any = self.model
-        output = model(input_ids=input_ids.to(self.device), past_key_values=self.cache, use_cache=True)
-        self.position_1.fill_(size)
-        self._used = size
-        return self.logits_BV.copy_(output.logits[:, -1])
+        return self.logits_BV if input_ids is None else self._start(input_ids)
 
-    def step(self, tokens_B: Tensor) -> Tensor:
-        """One token a sequence; the logits [B, V] behind it, overwritten by the next step. Raises ValueError
-        for another number of tokens, and where the cache has no room: a GPU would write past its end."""
-        if not isinstance(tokens_B, Tensor) or tokens_B.dtype not in WHOLE:
-            raise ValueError(f"capture: a step takes the tokens that follow as int64 [{self.batch}]")
-        if tokens_B.numel() != self.batch or self._used >= self.length:
-            raise ValueError(
-                f"capture: {tokens_B.numel()} tokens behind {self._used} of a sequence; give {self.batch}, "
-                f"and start anew where {self.length} are full, or capture with a larger length"
-            )
-        self._used += 1
-        self.tokens_B1.copy_(tokens_B.view(-1, 1))
-        self._program()
-        for layer in self.layers:
-            layer.check()
+    def step(self, tokens_B: Tensor | None) -> Tensor:
+        """One token a sequence; the logits [B, V] behind it, overwritten by the next step. `None`: this rank
+        has none, helps the others, and keeps what it has; the logits mean nothing.
+
+        Raises ValueError for another number of tokens, for wrong ones where the host has them, and where the
+        cache has no room: a GPU would write past its end. The others' steps go on then, and this rank is
+        where it was. Tokens on a GPU are not looked at, since that would wait for it."""
+        reason = None if tokens_B is None else self._why_not_step(tokens_B)
+        if tokens_B is None or reason is not None:
+            self._help_step()
+        else:
+            self._replay(tokens_B)
+        if reason is not None:
+            raise ValueError(f"capture: {reason}")
         return self.logits_BV
 
-    def generate(self, input_ids: Tensor, *, max_new_tokens: int) -> Tensor:
-        """Greedy answers [B, max_new_tokens] on the device. Ranks may want different numbers.
+    def generate(self, input_ids: Tensor | None, *, max_new_tokens: int) -> Tensor:
+        """Greedy answers [B, max_new_tokens] on the device. Ranks may want different numbers; `None` for
+        prompts wants none, and gives [B, 0].
 
-        Raises ValueError for prompts or a number that cannot be; then every rank does, and may ask again.
+        Raises ValueError for prompts or a number that cannot be, when the others have their answers.
         """
-        reason = self._why_not_prompts(input_ids) or self._why_not_tokens(max_new_tokens, input_ids)
-        longest, refused = self._agree(0 if reason else max_new_tokens, reason is not None)
-        if refused:
-            raise ValueError(
-                f"capture: {reason or 'another rank was asked for what cannot be, and says what'}"
-            )
-        answer = [self.start(input_ids).argmax(-1)]
-        for step in range(1, longest):
-            if step >= max_new_tokens:
-                # Others are not done: a dummy must not write past the room.
-                self.rewind()
-            token_B = self.step(answer[-1]).argmax(-1)
-            if step < max_new_tokens:
-                answer.append(token_B)
-        return torch.stack(answer, 1)
+        reason = size = None
+        if input_ids is not None:
+            reason = self._why_not_prompts(input_ids) or self._why_not_tokens(max_new_tokens, input_ids)
+            size = None if reason else max_new_tokens
+        answer: list[Tensor] = []
+        for step in range(_most(self.model, size or 0, "agreement on the number of steps")):
+            if input_ids is None or size is None or step >= size:
+                self._help_step() if step else self._help_start()
+            else:
+                logits_BV = self._replay(answer[-1]) if step else self._start(input_ids)
+                answer.append(logits_BV.argmax(-1))
+        if reason is not None:
+            raise ValueError(f"capture: {reason}")
+        return torch.stack(answer, 1) if answer else self.tokens_B1.new_empty(self.batch, 0)
 
     def rewind(self) -> None:
         """Forget the newest token of every sequence. Raises ValueError where there is none."""
@@ -154,6 +172,54 @@ class Decoding:
         self.position_1.sub_(1)
         for layer in self.cache.layers:
             layer.cumulative_length.sub_(1)
+
+    @torch.no_grad()
+    def _start(self, input_ids: Tensor) -> Tensor:
+        self._reset()
+        self._used = input_ids.shape[1]
+        model: Any = self.model
+        output = model(input_ids=input_ids.to(self.device), past_key_values=self.cache, use_cache=True)
+        self.position_1.fill_(self._used)
+        return self.logits_BV.copy_(output.logits[:, -1])
+
+    @torch.no_grad()
+    def _help_start(self) -> None:
+        """One token of nobody's beside the others' prompts."""
+        model: Any = self.model
+        model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=self.device), use_cache=False)
+
+    def _replay(self, tokens_B: Tensor | None) -> Tensor:
+        if tokens_B is None:
+            self.tokens_B1.zero_()
+        else:
+            self.tokens_B1.copy_(tokens_B.reshape(-1, 1))
+        self._program()
+        self._used += 1
+        for layer in self.layers:
+            layer.check()
+        return self.logits_BV
+
+    def _help_step(self) -> None:
+        """A step of nobody's tokens beside the others'. It is forgotten, and the next one writes over it; of
+        full sequences it writes over the newest, which only a rewind goes on from."""
+        full = self._used >= self.length
+        if full:
+            self.rewind()
+        self._replay(None)
+        if not full:
+            self.rewind()
+
+    def _why_not_step(self, tokens_B: Tensor) -> str | None:
+        """Why no step can be made of these tokens, or `None`."""
+        reason = self._why_not_ids(tokens_B)
+        if reason is not None:
+            return f"a step takes the tokens that follow as int64 [{self.batch}]: {reason}"
+        if tokens_B.numel() == self.batch and self._used < self.length:
+            return None if tokens_B.is_cuda else self._why_not_known(tokens_B)
+        return (
+            f"{tokens_B.numel()} tokens behind {self._used} of a sequence; give {self.batch}, and start anew "
+            f"where {self.length} are full, or capture with a larger length"
+        )
 
     def _why_not_tokens(self, max_new_tokens: int, input_ids: Tensor) -> str | None:
         size = input_ids.shape[1]
@@ -166,36 +232,35 @@ class Decoding:
 
     def _why_not_prompts(self, input_ids: Tensor) -> str | None:
         """Why these are no prompts to start with, or `None`."""
-        if not isinstance(input_ids, Tensor):
-            return f"prompts are a {type(input_ids).__name__}; give a tensor of tokens [{self.batch}, S]"
+        reason = self._why_not_ids(input_ids)
+        if reason is not None:
+            return f"prompts are tokens [{self.batch}, S]: {reason}"
         shape = tuple(input_ids.shape)
         if len(shape) != 2 or shape[0] != self.batch or not 0 < shape[1] < self.length:
             return (
                 f"prompts of shape {shape}; give [{self.batch}, S] with S below {self.length}, the room of "
                 "the cache"
             )
-        if input_ids.dtype not in WHOLE:
-            return f"prompts of {input_ids.dtype}; give tokens as int64"
-        # host sync: a wrong id is told before the device reads behind the embeddings
-        least, largest = (int(end) for end in input_ids.aminmax())
+        return self._why_not_known(input_ids)
+
+    @staticmethod
+    def _why_not_ids(ids: object) -> str | None:
+        """Why these are no tokens, whatever their number and values, or `None`."""
+        if not isinstance(ids, Tensor):
+            return f"a {type(ids).__name__} came; give a tensor"
+        if ids.dtype not in WHOLE:
+            return f"{ids.dtype} came; give int64"
+        if not is_plain(ids) or ids.is_meta:
+            return "a tensor came that is sparse, nested or without values; give a plain one"
+        return None
+
+    def _why_not_known(self, ids: Tensor) -> str | None:
+        # host sync: of prompts alone; a wrong id is told before the device reads behind the embeddings
+        least, largest = (int(end) for end in ids.aminmax())
         vocabulary = self.logits_BV.shape[1]
         if least < 0 or largest >= vocabulary:
             return f"tokens from {least} to {largest}; give whole numbers from 0 to {vocabulary - 1}"
         return None
-
-    def _agree(self, steps: int, refused: bool) -> tuple[int, bool]:
-        """The most steps that a rank wants, and whether one refuses."""
-        group = next((layer.ranks.group for layer in self.layers if layer.ranks.size > 1), None)
-        if group is None:
-            return steps, refused
-        hosts, most_2 = hosts_of(group), torch.tensor([steps, refused], dtype=torch.int64, device="cpu")
-        waits.run(
-            "agreement on the number of steps",
-            lambda: dist.all_reduce(most_2, dist.ReduceOp.MAX, group=hosts, async_op=True),
-            on_host=True,
-            group=hosts,
-        )
-        return int(most_2[0]), bool(most_2[1])
 
     def _reset(self) -> None:
         self.cache.reset()
