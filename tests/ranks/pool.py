@@ -63,7 +63,11 @@ class RankError(AssertionError):
 
 class Pool:
     """`run(world, function, *arguments)` calls `function(ranks, *arguments)` on the first `world` ranks and
-    returns the results by rank. Functions must stand at the top of a module, arguments must pickle."""
+    returns the results by rank. Functions must stand at the top of a module, arguments must pickle.
+
+    Torch names a group by the number of those that its process has made, and ranks that wait for each other
+    under two names hang. So the next call begins with one number on all of its ranks.
+    """
 
     def __init__(
         self, size: int, timeout_s: float = 240.0, backend: str = "gloo", grace_s: float = GRACE_S
@@ -72,9 +76,10 @@ class Pool:
         self.pipes: list[Any] = []
         self.processes: list[Any] = []
         self.store = ""
+        self.made = 0
 
     def start(self) -> None:
-        context = warm()
+        context, self.made = warm(), 0
         with tempfile.NamedTemporaryFile(prefix="imbrex-pool-") as name_only:
             self.store = name_only.name
         for rank in range(self.size):
@@ -102,7 +107,7 @@ class Pool:
             self.start()
         pipes = self.pipes[:world]
         for pipe in pipes:
-            pipe.send((world, function, arguments, tracing.wanted()))
+            pipe.send((world, function, arguments, tracing.wanted(), self.made))
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + self.timeout_s
         while len(answers) < world and (left := deadline - time.monotonic()) > 0:
@@ -111,8 +116,8 @@ class Pool:
                 assert isinstance(pipe, Connection)
                 rank = waiting[pipe]
                 try:
-                    ok, value, lines = pipe.recv()
-                    answers[rank] = ok, value
+                    ok, value, lines, made = pipe.recv()
+                    answers[rank], self.made = (ok, value), max(self.made, made)
                     tracing.hear(self.processes[rank].pid, lines)
                 except (EOFError, ConnectionResetError):
                     answers[rank] = (False, "died")
@@ -166,17 +171,18 @@ def _serve(rank: int, size: int, store: str, backend: str, pipe: Connection) -> 
     groups, leftover = {**smaller, size: dist.group.WORLD}, Leftover()
     while True:
         try:
-            world, function, arguments, traced = pipe.recv()
+            world, function, arguments, traced, made = pipe.recv()
         except EOFError:
             return
         leftover.end()
         ranks = Ranks(rank=rank, world_size=world, group=groups[world], device=device)
         switch.turn(traced and rank < TRACED)
+        _count_groups_from(made)
         try:
-            pipe.send((True, function(ranks, *arguments), tracing.lines()))
+            pipe.send((True, function(ranks, *arguments), tracing.lines(), _groups_made()))
         except BaseException:  # noqa: BLE001 (whatever a rank raises is the caller's to see)
             leftover.keep()
-            pipe.send((False, traceback.format_exc(), tracing.lines()))
+            pipe.send((False, traceback.format_exc(), tracing.lines(), _groups_made()))
 
 
 def _put_gloo_last() -> None:
@@ -229,3 +235,15 @@ def _groups() -> list[Any]:
     import torch.distributed as dist
 
     return list(dist.distributed_c10d._world.pg_map)
+
+
+def _groups_made() -> int:
+    import torch.distributed as dist
+
+    return dist.distributed_c10d._world.group_count
+
+
+def _count_groups_from(made: int) -> None:
+    import torch.distributed as dist
+
+    dist.distributed_c10d._world.group_count = max(made, _groups_made())

@@ -9,7 +9,9 @@ import time
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from imbrex.balancer.channel import Channel
 from imbrex.placement import contiguous
@@ -53,6 +55,23 @@ def test_those_of_one_that_failed_are_left(pool: Pool) -> None:
     with pytest.raises(RankError, match="on purpose"):
         pool.run(8, leave_groups, True)
     pool.run(8, count_loops)
+
+
+def sum_over_a_mesh(ranks: Ranks) -> float:
+    mesh = init_device_mesh("cpu", (ranks.world_size // 2, 2), mesh_dim_names=("dp", "ep"))
+    one = torch.ones(1)
+    for name in ("dp", "ep"):
+        dist.all_reduce(one, group=mesh.get_group(name))
+    return float(one)
+
+
+def test_groups_that_some_ranks_have_made_do_not_hang_those_of_all() -> None:
+    pool = Pool(4, timeout_s=20.0)
+    try:
+        for world in (2, 4):
+            assert pool.run(world, sum_over_a_mesh) == [world] * world
+    finally:
+        pool.close()
 
 
 def traced(ranks: Ranks) -> bool:
