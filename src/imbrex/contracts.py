@@ -103,7 +103,7 @@ class Geometry:
         return self.placement.num_ranks * self.tensor_parallel
 
     @property
-    def most_rows(self) -> int:
+    def max_rows_per_token(self) -> int:
         """The most rows that one token can have on this rank."""
         return min(self.top_k, len(self.local_slots))
 
@@ -558,10 +558,10 @@ class RowExchange(Protocol):
         addend: Tensor | None = None,
         *,
         weighted: bool = False,
-        again: Any = None,
+        redispatch: Any = None,
     ) -> Tensor: ...
 
-    def dispatching_again(self, x_TD: Tensor, dispatched: Dispatched) -> AbstractContextManager[Any]: ...
+    def redispatching(self, x_TD: Tensor, dispatched: Dispatched) -> AbstractContextManager[Any]: ...
 
     def check_rows(self, rows_RD: Tensor, handle: Handle, *, together: bool) -> None: ...
 

@@ -385,7 +385,7 @@ def run_begun(ranks: Ranks) -> bool:
             for plan, (x_TD, routing) in zip(plans, parts, strict=True)
         ]
         under_way: list[Any] = [crossing.move() for crossing in crossings]
-        inner = [pending.beside.future.result(10.0) for pending in under_way]
+        inner = [pending.begun.future.result(10.0) for pending in under_way]
         arrived = [c.read(p.finish()) for c, p in zip(crossings, under_way, strict=True)]
     return all(begun is not None for _, begun in inner) and sum(len(a.rows_RD) for a in arrived) > 0
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import imbrex
-from imbrex.exchange.tiered import PARTS_TOLD
+from imbrex.exchange.tiered import PARTS_PER_MESSAGE
 from imbrex.overlap.pipelined import Pipelined
 from imbrex.placement import contiguous, from_slots
 from imbrex.transport import Tiers
@@ -21,7 +21,7 @@ from tests.ranks.pool import Pool, Ranks
 from tests.ranks.test_bad_input import MESSAGES, D, E, K, bad_input, good_input
 from tests.ranks.test_tiered import Scaled, given_to
 
-MANY = PARTS_TOLD + 1
+MANY = PARTS_PER_MESSAGE + 1
 """Chunks that one message does not hold."""
 
 

@@ -9,8 +9,8 @@ import torch
 
 from imbrex.contracts import Routing
 from imbrex.exchange.agreement import (
-    ALIKE,
-    ALIKE_REPLICATED,
+    EQUAL,
+    EQUAL_IF_REPLICATED,
     HEADER,
     PROBLEM,
     check_headers,
@@ -34,18 +34,18 @@ def test_headers_that_are_alike_pass() -> None:
     check_headers(torch.stack([header(), header(), header()]), replicated=True)
 
 
-@pytest.mark.parametrize("place", [*ALIKE, *ALIKE_REPLICATED])
+@pytest.mark.parametrize("place", [*EQUAL, *EQUAL_IF_REPLICATED])
 def test_every_word_is_compared_by_its_name(place: int) -> None:
     headers = torch.stack([header(), header(), header()])
     headers[2, place] += 1
-    name = (ALIKE | ALIKE_REPLICATED)[place]
+    name = (EQUAL | EQUAL_IF_REPLICATED)[place]
     with pytest.raises(ValueError, match="ranks disagree about") as refused:
         check_headers(headers, replicated=True)
     assert f"ranks disagree about {name}: " in str(refused.value)
     assert "on rank 2; every rank must make the same calls" in str(refused.value)
 
 
-@pytest.mark.parametrize("place", ALIKE_REPLICATED)
+@pytest.mark.parametrize("place", EQUAL_IF_REPLICATED)
 def test_tokens_may_differ_where_they_are_not_the_same_on_every_rank(place: int) -> None:
     headers = torch.stack([header(), header()])
     headers[1, place] += 1

@@ -37,7 +37,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         AloneDispatcher,
         "serves",
-        lambda self, x_TD, routing: x_TD.dtype == torch.bfloat16 and self.misfit is None,
+        lambda self, x_TD, routing: x_TD.dtype == torch.bfloat16 and self.why_not_geometry is None,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 import imbrex
 from imbrex.codec import make_wire
 from imbrex.contracts import Geometry
-from imbrex.exchange.nvlink_fit import kernel_placement, most_rows, why_not_nvlink
+from imbrex.exchange.nvlink_fit import kernel_placement, row_capacity_for, why_not_nvlink
 from imbrex.kernels import jit
 from imbrex.kernels.ffn.glue import COUNTERS
 from imbrex.kernels.routing.routed import Routed, Sizes, empty_routed
@@ -131,5 +131,5 @@ def test_kernels_that_do_not_compile_are_a_reason_not_an_error() -> None:
 def test_rows_for_the_tokens_of_a_call() -> None:
     """Of a few sizes only: the heap's, halved while the tokens fit."""
     size = Size(rank_offsets=(0, 3, 6), tensor=1, experts=6, choices=2, row_bytes=64)
-    rows = {most: most_rows(size.shape(640), most) for most in (640, 321, 320, 3, 0)}
+    rows = {most: row_capacity_for(size.shape(640), most) for most in (640, 321, 320, 3, 0)}
     assert rows == {640: 2560, 321: 2560, 320: 1280, 3: 20, 0: 20}

@@ -1,4 +1,9 @@
-"""Words that ranks exchange before rows move, so that one rank's mistake is every rank's ValueError."""
+"""Messages by which ranks agree before rows move, so that one rank's mistake is a ValueError on every rank.
+
+At construction `agree` compares the settings of an exchange. At every call each rank sends a header: what it
+is about to do, and the first problem with its input, if any (`find_problem`, `write_header`). `check_headers`
+raises the same error on every rank. Before a combine, `raise_together` does so for the experts' rows.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +22,14 @@ from imbrex.runtime.waits import RankLostError
 from imbrex.runtime.words import words
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-HEADER, TOKENS, PROBLEM, CHUNKS, PROMISE, BACKWARDS = 15, 6, 8, 12, 13, 14
-"""int64 values before the counts: version, exchange, layer, call, placement, dtype, tokens, checksum, problem
-and its three details, chunks, whether the rows of the combine are sure to fit, backwards. `TOKENS`,
-`PROBLEM`, `CHUNKS`, `PROMISE` and `BACKWARDS` are places of these."""
-DTYPE, CHECKSUM = 5, 7
+HEADER = 15
+"""The number of int64 values in a header: version, exchange, layer, call, placement, dtype, tokens, checksum
+of the ids, problem and its three details, chunks, promise, backwards. The constants below are the indices of
+some of them."""
+DTYPE, TOKENS, CHECKSUM, PROBLEM, CHUNKS, PROMISE, BACKWARDS = 5, 6, 7, 8, 12, 13, 14
 TEXT_BYTES = 240
-ALIKE = {
+"""The most bytes of a sentence that `raise_together` sends to the other ranks."""
+EQUAL = {
     0: "the version of imbrex",
     1: "the exchange that is called (exchanges are numbered as they were made)",
     2: "the layer that is called",
@@ -33,11 +39,12 @@ ALIKE = {
     CHUNKS: "the number of chunks (0 is a check of the input alone)",
     BACKWARDS: "the layers gone back through since the last call (a checksum of their order)",
 }
-ALIKE_REPLICATED = {
+"""The header's values that must be equal on all ranks, by index, and their names in error messages."""
+EQUAL_IF_REPLICATED = {
     TOKENS: "the number of tokens",
     CHECKSUM: "the tokens' experts (this transport wants equal tokens)",
 }
-"""Words of the header that must be the same on every rank, by their place."""
+"""Further values that must be equal if the transport wants the same tokens on every rank."""
 
 PROBLEMS = {
     1: "x has {0} dimensions and last size {1}; give tokens [T, {2}]",
@@ -54,21 +61,23 @@ PROBLEMS = {
     12: "the mask kept_TK is not on the device of x; move it there with .to(x.device)",
     13: "x is sparse or nested; give a plain tensor, as x.to_dense() or x.values() gives it",
 }
+"""Sentences about a wrong input, by the number that a header carries; the details fill the braces."""
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether it is neither sparse nor nested, so that all rows are there, of one width."""
+    """Whether `x` is neither sparse nor nested."""
     return x.layout is torch.strided and not x.is_nested
 
 
 def find_problem(
     x_TD: Tensor, routing: Routing, geometry: Geometry, place: torch.device | None
 ) -> tuple[int, ...]:
-    """The first thing wrong with the input as (number in PROBLEMS, three details), or zeros.
+    """The first problem with the input, as (number in `PROBLEMS`, three details), or four zeros.
 
-    place: where the exchange's transport takes rows; `None`: wherever the tokens are.
+    Shapes, dtypes and devices are always checked. Values are checked on the CPU, and on a GPU only if
+    IMBREX_DEBUG=1, because that needs a host synchronisation.
 
-    Shapes and dtypes always; values on the CPU, and on a GPU only under IMBREX_DEBUG=1 (a host sync).
+    place: the device on which the transport takes rows, of which the type counts; `None`: any device.
     """
     ids, weights, width = routing.ids_TK, routing.weights_TK, geometry.hidden_size
     if not is_plain(x_TD):
@@ -97,44 +106,48 @@ def find_problem(
 
 
 def explain(problem: tuple[int, ...]) -> str | None:
-    """The result of `find_problem` as a sentence, or `None`."""
+    """The sentence for a result of `find_problem`, or `None` if there is no problem."""
     number, *details = problem
     return PROBLEMS[number].format(*details) if number else None
 
 
 def find_bad_value(ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> tuple[int, ...]:
-    """An id out of range, an expert twice in a row, a weight that is not finite; or zeros."""
+    """The first id out of range, expert chosen twice by a token, or weight that is not finite, as
+    `find_problem` returns it; or four zeros."""
     outside = (ids_TK < -1) | (ids_TK >= num_experts)
     if outside.any():
-        # host sync: only where something is wrong
+        # host sync: only if something is wrong
         token, choice = outside.nonzero()[0].tolist()
         return 7, token, choice, int(ids_TK[token, choice])
     ordered_TK, twice = chosen_twice(ids_TK)
     if twice.any():
-        # host sync: only where something is wrong
+        # host sync: only if something is wrong
         token, choice = twice.nonzero()[0].tolist()
         return 8, token, int(ordered_TK[token, choice]), 0
     wrong = ~torch.isfinite(weights_TK) & (ids_TK >= 0)
     if wrong.any():
-        # host sync: only where something is wrong
+        # host sync: only if something is wrong
         token, choice = wrong.nonzero()[0].tolist()
         return 9, token, choice, 0
     return 0, 0, 0, 0
 
 
 class Backwards:
-    """The order in which the exchanges of a group were gone back through since its last call. Rows that cross
-    in a backward do not say whose they are: of two layers in another order on one rank, gradients are mixed.
+    """A checksum of the order in which the layers of a group have run their backwards since its last call.
+
+    Messages of a backward do not name their layer. If one rank ran two layers' backwards in another order,
+    gradients would be mixed up without an error, so ranks compare this checksum at the next call.
     """
 
     def __init__(self) -> None:
         self._checksum = 0
 
     def note(self, number: int) -> None:
+        """Add a backward of the exchange with this number."""
         self._checksum = zlib.crc32(number.to_bytes(8, "little"), self._checksum)
 
     def take(self) -> int:
-        """The checksum, once."""
+        """Return the checksum, and start a new one."""
         checksum, self._checksum = self._checksum, 0
         return checksum
 
@@ -143,7 +156,7 @@ _backwards: weakref.WeakKeyDictionary[Any, Backwards] = weakref.WeakKeyDictionar
 
 
 def backwards_of(group: Any) -> Backwards:
-    """The backwards of a process group."""
+    """The `Backwards` of a process group, which all its exchanges share."""
     return _backwards.setdefault(group, Backwards())
 
 
@@ -157,36 +170,42 @@ def write_header(
     promise: bool = False,
     backwards: int = 0,
 ) -> Tensor:
-    """The header of this rank's message, int64 [HEADER], on the device of the ids. call: the numbers of the
-    exchange, of its layer and of the call, and of where its experts live. promise: of `Exchange.dispatch`.
-    backwards: of `Backwards`."""
+    """The header of this rank's message: int64 [HEADER], on the device of the ids.
+
+    problem: from `find_problem`. call: the numbers of the exchange, its layer and the call, and the checksum
+        of the placement. replicated: whether the transport wants the same tokens on all ranks. chunks: the
+        number of parts that are planned together; 0 for a check alone. promise: as in `Exchange.dispatch`.
+        backwards: from `Backwards.take`.
+    """
     fine = not problem[0]
     dtype = DTYPES.index(x_TD.dtype) if fine else 0
     tokens = x_TD.shape[0] if fine else 0
     head = words(VERSION, *call, dtype, tokens, 0, *problem, chunks, promise, backwards)
     head = head.to(ids_TK.device if fine else "cpu", non_blocking=True)
     if replicated and fine:
-        place = torch.arange(1, ids_TK.numel() + 1, device=ids_TK.device)
-        head[CHECKSUM] = (ids_TK.flatten() * place).sum()
+        factors = torch.arange(1, ids_TK.numel() + 1, device=ids_TK.device)
+        head[CHECKSUM] = (ids_TK.flatten() * factors).sum()
     return head
 
 
 def check_headers(headers_WH: Tensor, replicated: bool) -> None:
-    """Raise the same ValueError on every rank where one reports a problem, or where they disagree."""
+    """Raise the same ValueError on every rank if a header has a problem, or if headers differ where they must
+    be equal. headers_WH: int64 [W, HEADER] on the host."""
     headers = headers_WH.tolist()
     for rank, header in enumerate(headers):
         if header[PROBLEM]:
             text = PROBLEMS[header[PROBLEM]].format(*header[PROBLEM + 1 : CHUNKS])
             raise ValueError(f"dispatch: on rank {rank}, {text}")
-    first, names = headers[0], ALIKE | ALIKE_REPLICATED if replicated else ALIKE
-    alike = slice(PROBLEM if replicated else TOKENS)
+    first, names = headers[0], EQUAL | EQUAL_IF_REPLICATED if replicated else EQUAL
+    # The first values of a header are those that must be equal, so most headers are compared at once.
+    equal = slice(PROBLEM if replicated else TOKENS)
     for rank, header in enumerate(headers):
-        if header[alike] == first[alike] and all(header[n] == first[n] for n in (CHUNKS, BACKWARDS)):
+        if header[equal] == first[equal] and all(header[n] == first[n] for n in (CHUNKS, BACKWARDS)):
             continue
-        for place, name in names.items():
-            if header[place] != first[place]:
-                values = first[place], header[place]
-                ours, theirs = (DTYPES[v] if place == DTYPE else v for v in values)
+        for index, name in names.items():
+            if header[index] != first[index]:
+                values = first[index], header[index]
+                ours, theirs = (DTYPES[v] if index == DTYPE else v for v in values)
                 raise ValueError(
                     f"dispatch: ranks disagree about {name}: {ours} on rank 0, {theirs} on rank {rank}; "
                     "every rank must make the same calls with the same kind of input"
@@ -201,11 +220,13 @@ def agree(
     *,
     own: Sequence[int] = (),
 ) -> list[list[int]]:
-    """Compare settings over all ranks, once, at construction.
+    """Compare settings over all ranks; at construction. Collective.
 
-    problem: what this rank found wrong by itself. Raises ValueError on every rank: the problem where it was
-    found, its rank elsewhere; else the setting and the rank that differs. own: what a rank says of itself,
-    returned of all ranks, by rank.
+    settings: values by their names in error messages. what: the name of the thing that is constructed.
+    problem: an error that this rank has found by itself. own: numbers of this rank that may differ.
+
+    Returns the numbers `own` of every rank. Raises ValueError on every rank: `problem` on the rank that has
+    one, and a sentence that names this rank on the others; or a sentence that names the setting that differs.
     """
     values = [v if isinstance(v, int) else zlib.crc32(v.encode()) for v in settings.values()]
     words_W = backend.exchange_counts(words(problem is not None, *own, *values))
@@ -214,8 +235,8 @@ def agree(
     wrong, values_W = words_W[:, 0].nonzero().flatten(), words_W[:, 1 + len(own) :]
     if len(wrong):
         raise ValueError(f"{what}: rank {int(wrong[0])} cannot be served; its own error says why")
-    for place, (name, mine) in enumerate(settings.items()):
-        column = values_W[:, place]
+    for index, (name, mine) in enumerate(settings.items()):
+        column = values_W[:, index]
         different = (column != column[0]).nonzero().flatten().tolist()
         if different:
             raise ValueError(
@@ -228,8 +249,12 @@ def agree(
 def raise_together(
     backend: Backend, what: str, problem: str | None, dtype: torch.dtype | None = None
 ) -> None:
-    """One exchange, two where a rank has a problem: then ValueError on every rank with what is wrong on the
-    first that has one. dtype: of this rank's rows; ValueError, too, where ranks have several."""
+    """Raise ValueError on every rank if one rank has a problem, with the sentence of the first one that has.
+    Collective: one exchange of counts, and a second one if there is a problem.
+
+    what: the call, for error messages. dtype: the dtype of this rank's rows. Ranks with different dtypes are
+        a ValueError, too.
+    """
     try:
         code = DTYPES.index(dtype) if dtype in DTYPES else -1
         flags_W = backend.exchange_counts(words(problem is not None, code))
@@ -245,7 +270,7 @@ def raise_together(
 
 
 def _refuse_several(what: str, dtypes_W: list[int]) -> None:
-    """Raise ValueError where the ranks' rows, by their places in `DTYPES`, are not of one dtype."""
+    """Raise ValueError if ranks have rows of different dtypes. dtypes_W: indices in `DTYPES`, by rank."""
     for rank, code in enumerate(dtypes_W):
         if code != dtypes_W[0]:
             raise ValueError(

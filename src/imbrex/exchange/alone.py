@@ -1,13 +1,13 @@
-"""The dispatcher of a rank alone on a GPU, in bfloat16: kernels, and nothing asked of the device.
+"""The dispatcher of one rank alone on a GPU, in bfloat16: kernels only, and no host synchronisation.
 
     x_TD ──order_choices, gather_rows──▶ rows_RD ──experts──▶ rows_RD ──sum_rows──▶ y_TD
 
-Of a small batch `order_few` does both in one launch, which the experts' first product begins beside. There is
-room for T * K rows; how many there are stands in `counts_e`, and nothing reads past them. A token's
-rows are summed in float32 in the order of its choices. `BytesDispatcher` does the same by operators of torch,
-which serve every device, dtype and layout.
+For a small batch `order_few` orders and gathers in one launch, and the experts' first product can begin
+before it ends. `rows_RD` has room for T * K rows; `counts_e` says how many there are, and nothing reads past
+them. A token's rows are summed in float32, in the order of its choices. T * K is a size that a compiler
+knows, so compiled code can capture the crossings in a CUDA graph.
 
-To a compiler the room is a size that it knows, T * K, and a CUDA graph of its holds the crossings.
+`BytesDispatcher` does the same by torch's operators, for every device, dtype and layout.
 """
 
 from __future__ import annotations
@@ -50,15 +50,17 @@ from imbrex.placement import SPLITS
 from imbrex.runtime.tracing import differentiated, plain, traced
 
 STATE = ("choice_R", "position_TK", "ends_e")
+"""The tensors of a handle's state: the choice of every row, int64, an index into [T, K] flattened; the row of
+every choice, int64, -1 if it was dropped; and the end of every expert's rows, int32."""
 
 
 def why_not_alone(geometry: Geometry) -> str | None:
-    """Why the kernels do not serve a rank alone with this geometry, or `None`."""
+    """Why the kernels cannot serve this geometry, or `None`."""
     placement = geometry.placement
     if placement.slots != tuple(range(placement.num_experts)):
-        return "experts do not stand in slots of their own numbers"
+        return "experts are not in the slots of their own numbers"
     if geometry.split not in SPLITS.values():
-        return "somebody looks at the counts of every call"
+        return "a split of the caller's reads the counts of every call"
     if geometry.alignment != 1 or geometry.rows_per_slot is not None:
         return "rows are padded"
     if placement.num_experts > MOST_EXPERTS:
@@ -67,8 +69,8 @@ def why_not_alone(geometry: Geometry) -> str | None:
 
 
 class AloneDispatcher(DispatcherBase):
-    """Serves the calls that kernels can, and leaves the others to `general`. The state has the tensors of
-    `STATE`."""
+    """Serves calls that the kernels can, and passes the others to `general`, a dispatcher of the same
+    geometry. A handle's state has the tensors of `STATE`."""
 
     dtypes: Sequence[torch.dtype] = (DTYPE,)
     room_for_all = True
@@ -83,24 +85,30 @@ class AloneDispatcher(DispatcherBase):
 
     def relocate(self, geometry: Geometry) -> None:
         super().relocate(geometry)
-        self.misfit = why_not_alone(geometry)
+        self.why_not_geometry = why_not_alone(geometry)
 
     def why_not_dtype(self, dtype: torch.dtype | None) -> str | None:
-        """Why tokens of `dtype` on the current GPU are not served, or `None`."""
-        return self.misfit or why_not_dtype(dtype) or why_not_ordered(self.geometry.placement.num_experts)
+        """Why the kernels cannot serve tokens of `dtype` on the current GPU, or `None`."""
+        return (
+            self.why_not_geometry
+            or why_not_dtype(dtype)
+            or why_not_ordered(self.geometry.placement.num_experts)
+        )
 
     def for_call(self, x_TD: Tensor, routing: Routing) -> Dispatcher:
         return self if self.serves(x_TD, routing) else self.general
 
     def serves(self, x_TD: Tensor, routing: Routing) -> bool:
-        if self.misfit is not None or not x_TD.is_cuda or x_TD.dtype != DTYPE or not plain(x_TD):
+        """Whether the kernels can serve this call."""
+        if self.why_not_geometry is not None or not x_TD.is_cuda or x_TD.dtype != DTYPE or not plain(x_TD):
             return False
         return why_not_ordered(self.geometry.placement.num_experts, x_TD.get_device()) is None
 
     def run_whole(
         self, x_TD: Tensor, routing: Routing, experts: Experts, addend: Callable[[], Tensor] | None
     ) -> Tensor | None:
-        """One operator of a graph that nobody differentiates; outside of one, steps."""
+        """Run the layer as one operator (`layer_alone`) while a call without gradients is compiled. `None`
+        otherwise: the caller then runs the single steps."""
         if not torch.compiler.is_compiling() or torch.is_grad_enabled() or not self.serves(x_TD, routing):
             return None
         own = weights_of_kernels(experts)
@@ -111,15 +119,17 @@ class AloneDispatcher(DispatcherBase):
         return layer_alone(x_TD, routing, added_TD, (weights[0], weights[1]), self.key, one_launch)
 
     def beside(self, chunks: int, *, in_turn: bool = False) -> Dispatcher:
-        """Kernels of one rank wait for nobody, and chunks of them would gain nothing."""
+        """The dispatcher for chunks is `general`: on one rank nothing moves, so its kernels gain nothing
+        from chunks."""
         return self.general.beside(chunks)
 
     def why_not_form(self, form: RowForm) -> str | None:
         return None if form is RowForm.INDEXED else self.general.why_not_form(form)
 
     def form_of(self, forms: Sequence[RowForm], x_TD: Tensor, weights_TK: Tensor) -> RowForm:
-        """Tokens with an index where nobody differentiates, but of a small batch rows, which are there as
-        soon; experts in fp8 quantise tokens, of which there are fewer."""
+        """Tokens with an index, if the call has no gradients and is not traced, because then no rows need to
+        be written. A small batch comes as rows, which `order_few` writes in the same launch; but with fp8
+        experts as tokens, because those quantise what they get, and tokens are fewer than rows."""
         inputs = x_TD, weights_TK
         if RowForm.INDEXED not in forms or differentiated(*inputs) or traced(*inputs):
             return RowForm.ROWS
@@ -129,7 +139,8 @@ class AloneDispatcher(DispatcherBase):
         self.general.check_in(x_TD, routing)
 
     def agree(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Tensor]:
-        """The ids, checked: of nobody else is anything to be known."""
+        """The plans are the ids themselves: there is no other rank to ask. Raises ValueError if an input is
+        wrong."""
         for x_TD, routing in parts:
             problem = explain(find_problem(x_TD, routing, self.geometry, self.place))
             if problem is not None:
@@ -140,13 +151,13 @@ class AloneDispatcher(DispatcherBase):
         self, plan: Tensor, x_TD: Tensor, weights_TK: Tensor, form: RowForm = RowForm.ROWS
     ) -> Crossing[Arrived]:
         few = form is RowForm.ROWS and _is_few(weights_TK)
-        read = self._read_few if few else self._read
+        read = self._read_few if few else self._read_rows
         return Crossing(nothing_to_move, lambda _: read(plan, x_TD.contiguous(), weights_TK, form))
 
-    def _read(self, ids_TK: Tensor, x_TD: Tensor, weights_TK: Tensor, form: RowForm) -> Arrived:
+    def _read_rows(self, ids_TK: Tensor, x_TD: Tensor, weights_TK: Tensor, form: RowForm) -> Arrived:
         with self.observer.span("plan", layer=self.layer):
             order: Order = order_choices(ids_TK, weights_TK, self.geometry.placement.num_experts)
-        self._tell(ids_TK, order.counts_e)
+        self._count(ids_TK, order.counts_e)
         state = [order.choice_R, order.position_TK, order.ends_e]
         known = order.weights_R, order.counts_e, state
         if form is RowForm.INDEXED:
@@ -157,12 +168,12 @@ class AloneDispatcher(DispatcherBase):
     def _read_few(self, ids_TK: Tensor, x_TD: Tensor, weights_TK: Tensor, form: RowForm) -> Arrived:
         with self.observer.span("dispatch", layer=self.layer):
             few = order_few(x_TD, ids_TK, weights_TK, self.geometry.placement.num_experts, COUNTERS)
-        self._tell(ids_TK, few.counts_e)
+        self._count(ids_TK, few.counts_e)
         groups = Groups(few.plan, expected=ids_TK.numel(), hits=few.hits)
         state = [few.choice_R, few.position_TK, groups.ends_e]
         return Arrived(few.rows_RD, few.weights_R, few.counts_e, state, groups)
 
-    def _tell(self, ids_TK: Tensor, counts_e: Tensor) -> None:
+    def _count(self, ids_TK: Tensor, counts_e: Tensor) -> None:
         where, experts = {"layer": self.layer}, self.geometry.placement.num_experts
         if self.observer.enabled:
             self.observer.count("expert_load", plan.count_choices(ids_TK, experts), **where)
@@ -233,12 +244,13 @@ class AloneDispatcher(DispatcherBase):
                 d_y_TD, rows_RD.contiguous(), weights_TK, ends_e, choice_R, choices
             )
             assert d_weights_TK is not None
-            # rows past the last have no choice
-            at_R = choice_R.clamp(0, max(choice_R.shape[0] - 1, 0))
-            return d_rows_RD, d_weights_TK.flatten()[at_R]
+            # Rows after the last have no choice: any index in range will do.
+            safe_R = choice_R.clamp(0, max(choice_R.shape[0] - 1, 0))
+            return d_rows_RD, d_weights_TK.flatten()[safe_R]
 
 
 def _is_few(weights_TK: Tensor) -> bool:
+    """Whether one launch of `order_few` can order and gather these choices."""
     return 0 < weights_TK.numel() <= MOST_FEW
 
 

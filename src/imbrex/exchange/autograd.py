@@ -1,8 +1,9 @@
-"""Dispatch and combine as autograd sees them: torch operators where somebody traces, else functions.
+"""Differentiable dispatch and combine: torch operators while a call is traced, plain functions otherwise.
 
-A backward calls another operator, never a collective directly, so that `torch.compile(fullgraph=True)` sees
-one node. Operators find their dispatcher by a key; the registry holds weak references only. Where nobody
-traces, the same formulas run without torch's dispatcher of operators, which costs 20 to 70 us a call.
+Each of the four crossings (dispatch, combine and their backwards) is a custom operator, so that
+`torch.compile(fullgraph=True)` sees one node and no collective. An operator finds its dispatcher by a key, an
+integer; the registry holds weak references only. Outside of tracing (`torch.compile`, `make_fx`), the same
+functions run as `torch.autograd.Function`s, because calling a custom operator costs 20 to 70 us of host time.
 """
 
 from __future__ import annotations
@@ -20,18 +21,22 @@ from imbrex.contracts import Arrived, Crossing, Dispatched, Dispatcher, Handle, 
 from imbrex.runtime.tracing import differentiated, once_differentiable, traced
 
 Value = TypeVar("Value")
-MOST_FORMS = 1 << 16
+MAX_SIGNATURES = 1 << 16
+"""The most signatures a process can have; see `register`."""
 _live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _keys = itertools.count(1)
-_forms: dict[tuple, int] = {}
+_signatures: dict[tuple, int] = {}
 
 
-def register(dispatcher: object, *form: Any) -> int:
-    """A key by which operators find `dispatcher` for as long as it lives. form: all that the shapes of its
-    results depend on; its number is the key's remainder by `MOST_FORMS`."""
-    number = _forms.setdefault((type(dispatcher), *form), len(_forms))
-    assert number < MOST_FORMS
-    key = next(_keys) * MOST_FORMS + number
+def register(dispatcher: object, *signature: Any) -> int:
+    """Return a new key, by which operators find `dispatcher` for as long as it lives.
+
+    signature: all that the shapes of its results depend on, besides its class. The key modulo
+        `MAX_SIGNATURES` is the signature's number.
+    """
+    number = _signatures.setdefault((type(dispatcher), *signature), len(_signatures))
+    assert number < MAX_SIGNATURES
+    key = next(_keys) * MAX_SIGNATURES + number
     _live[key] = dispatcher
     return key
 
@@ -42,11 +47,11 @@ def release(key: int) -> None:
 
 
 def dispatcher_by(key: int) -> Dispatcher:
-    """The dispatcher of a key. Raises RuntimeError where its exchange is closed."""
+    """The dispatcher of a key. Raises RuntimeError if its exchange has been closed or deleted."""
     if isinstance(key, torch.SymInt):
-        # A compiled graph may serve many layers: all whose keys end in this form, so shapes of one are shapes
-        # of all. `int` is the compiler's guard.
-        int(key % MOST_FORMS)
+        # The compiler traces with a symbolic key, so that one graph serves all layers of one signature: they
+        # have the same shapes. `int` makes the compiler guard on the signature's number.
+        int(key % MAX_SIGNATURES)
         key = key.node.hint
     try:
         return _live[key]
@@ -57,11 +62,12 @@ def dispatcher_by(key: int) -> Dispatcher:
 
 
 def sizes_of_run(fake: Any) -> Callable[[], Any]:
-    """A maker of sizes that only the run knows, where an operator runs on `fake` tensors.
+    """A function that makes sizes known only at run time, for an operator that runs on `fake` tensors.
 
-    `torch.compile(model)` as it is breaks its graph at an operator that asks torch for one, unless
-    `capture_dynamic_output_shape_ops` is set, as `fullgraph=True` does: a model of L layers would be L + 1
-    graphs, each with its guards. So they come from where torch's own device meshes have theirs.
+    `get_ctx().new_dynamic_size` is torch's own. But an operator that uses it breaks the graph of
+    `torch.compile(model)`, unless `capture_dynamic_output_shape_ops` is set, as `fullgraph=True` sets it. A
+    model of L layers would become L + 1 graphs, each with its guards. So the sizes are unbacked symbols of
+    the fake tensors' shape environment, as in torch's device meshes.
     """
     shapes = fake.fake_mode.shape_env if hasattr(fake, "fake_mode") else None
     if shapes is None:
@@ -76,24 +82,24 @@ def sizes_of_run(fake: Any) -> Callable[[], Any]:
 
 
 def complete(crossing: Crossing[Value]) -> Value:
-    """Move it and read it, with nobody beside it."""
+    """Run a crossing to its end: move it, wait for it, and return what it reads."""
     pending = crossing.move()
     return crossing.read(None if pending is None else pending.finish())
 
 
-class Begun:
-    """A crossing under way."""
+class StartedCrossing:
+    """A crossing whose move has started."""
 
     def __init__(self, crossing: Crossing[Any]) -> None:
         self.read, self.pending = crossing.read, crossing.move()
 
     def finish(self) -> Any:
-        """Wait for it and read it; once."""
+        """Wait for the move, and return what the crossing reads. Call it once."""
         return self.read(None if self.pending is None else self.pending.finish())
 
 
 def arrive(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, key: int) -> Arrived:
-    """The rows of a dispatch and what comes with them. See `Exchange`."""
+    """Plan a dispatch and run it: the rows, and what comes with them; see `Exchange.dispatch`."""
     dispatcher = dispatcher_by(key)
     (plan,) = dispatcher.agree([(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))])
     return complete(dispatcher.dispatch(plan, x_TD, weights_TK))
@@ -102,7 +108,7 @@ def arrive(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, key: int) -> Arrive
 def run_dispatch(
     x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, key: int
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """rows_RD, weights_R, counts_e, and the state that the other operators want."""
+    """Return rows_RD, weights_R, counts_e, and the state that the other three operators need."""
     return arrive(x_TD, weights_TK, ids_TK, key)[:4]
 
 
@@ -124,7 +130,7 @@ def _(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, key: int):
 def run_dispatch_backward(
     d_rows_RD: Tensor, d_weights_R: Tensor, state: Sequence[Tensor], num_tokens: int, top_k: int, key: int
 ) -> tuple[Tensor, Tensor]:
-    """d_x_TD, d_weights_TK."""
+    """Return d_x_TD and d_weights_TK."""
     return complete(dispatcher_by(key).dispatch_backward(d_rows_RD, d_weights_R, state, num_tokens))
 
 
@@ -137,16 +143,17 @@ def _(d_rows_RD, d_weights_R, state, num_tokens, top_k, key):
 
 
 def set_up_dispatch(ctx, inputs, output):
-    """Keep for the backward what `differentiate_dispatch` reads."""
+    """Save for the backward what `differentiate_dispatch` needs."""
     x_TD, weights_TK, _ids, ctx.key = inputs
     ctx.shape, ctx.width, ctx.dtype = weights_TK.shape, x_TD.shape[1], x_TD.dtype
-    # Else autograd makes zeros for every integer tensor among the outputs.
+    # By default autograd makes a tensor of zeros for every integer output.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[1], *output[3])
 
 
 def differentiate_dispatch(ctx, d_rows_RD, d_weights_R, *_, run: Callable[..., Any] = dispatch_backward_op):
-    """Gradients of the inputs of `run_dispatch`. run: `dispatch_backward_op`, or `run_dispatch_backward`."""
+    """The gradients of the inputs of `run_dispatch`, `None` for integers. run: `dispatch_backward_op`, or the
+    function behind it, `run_dispatch_backward`."""
     weights_R, *state = ctx.saved_tensors
     if d_rows_RD is None:
         d_rows_RD = weights_R.new_zeros(weights_R.shape[0], ctx.width, dtype=ctx.dtype)
@@ -159,11 +166,15 @@ dispatch_op.register_autograd(differentiate_dispatch, setup_context=set_up_dispa
 
 
 class _Dispatch(torch.autograd.Function):
+    """Runs `run_dispatch`, or finishes a crossing that was started. `Arrived.beside` is no tensor, so it is
+    returned in a list among the inputs."""
+
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
-        x_TD, weights_TK, ids_TK, (key, begun, besides) = inputs
+        x_TD, weights_TK, ids_TK, (key, started, besides) = inputs
         arguments = x_TD, weights_TK, ids_TK, key
-        rows_RD, weights_R, counts_e, state, beside = arrive(*arguments) if begun is None else begun.finish()
+        arrived = arrive(*arguments) if started is None else started.finish()
+        rows_RD, weights_R, counts_e, state, beside = arrived
         besides.append(beside)
         ctx.mark_non_differentiable(counts_e, *state)
         set_up_dispatch(ctx, arguments, (rows_RD, weights_R, counts_e, state))
@@ -177,16 +188,17 @@ class _Dispatch(torch.autograd.Function):
 
 
 def dispatch(
-    x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, key: int, begun: Begun | None = None
+    x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, key: int, started: StartedCrossing | None = None
 ) -> Arrived:
-    """Does what `run_dispatch` does, differentiably. begun: the crossing, where it is under way already."""
-    if begun is None and traced(x_TD, weights_TK, ids_TK):
+    """Dispatch tokens [T, D]; differentiable in `x_TD` and `weights_TK`. key: the dispatcher's. started: the
+    crossing, if its move has started."""
+    if started is None and traced(x_TD, weights_TK, ids_TK):
         return Arrived(*dispatch_op(x_TD, weights_TK, ids_TK, key))
     if not differentiated(x_TD, weights_TK):
-        return arrive(x_TD, weights_TK, ids_TK, key) if begun is None else begun.finish()
+        return arrive(x_TD, weights_TK, ids_TK, key) if started is None else started.finish()
     besides: list[Any] = []
-    how = key, begun, besides
-    rows_RD, weights_R, counts_e, *state = _Dispatch.apply(x_TD, weights_TK, ids_TK, how)
+    call = key, started, besides
+    rows_RD, weights_R, counts_e, *state = _Dispatch.apply(x_TD, weights_TK, ids_TK, call)
     return Arrived(rows_RD, weights_R, counts_e, state, *besides)
 
 
@@ -199,7 +211,8 @@ def run_combine(
     key: int,
     weighted: bool,
 ) -> Tensor:
-    """y_TD, the rows of every token summed, times `weights_R` unless they are `weighted` already."""
+    """Return y_TD: the sum of each token's rows, times `weights_R` unless they are `weighted` already, and of
+    its row of `addend_TD`."""
     weights, addend = None if weighted else weights_R, None if addend_TD is None else lambda: addend_TD
     return complete(dispatcher_by(key).combine(rows_RD, weights, state, num_tokens, addend))
 
@@ -215,7 +228,8 @@ def _(rows_RD, weights_R, addend_TD, state, num_tokens, key, weighted):
 def run_combine_backward(
     d_y_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor], key: int
 ) -> tuple[Tensor, Tensor]:
-    """d_rows_RD, d_weights_R. Without `rows_RD` they were weighted before, and d_weights_R is empty."""
+    """Return d_rows_RD and d_weights_R. rows_RD: `None` if the rows were weighted before the combine; then
+    d_weights_R is empty."""
     return complete(dispatcher_by(key).combine_backward(d_y_TD, rows_RD, weights_R, state))
 
 
@@ -229,15 +243,16 @@ def _(d_y_TD, rows_RD, weights_R, state, key):
 
 
 def set_up_combine(ctx, inputs, output):
-    """Keep for the backward what `differentiate_combine` reads."""
+    """Save for the backward what `differentiate_combine` needs."""
     rows_RD, weights_R, addend, state, _tokens, ctx.key, ctx.weighted = inputs
     ctx.has_addend, ctx.num_state = addend is not None, len(state)
-    # Rows that were weighted before are not needed again, and they are the largest tensor of a layer.
+    # The rows are needed only for the gradient of the weights, and they are the largest tensor of a layer.
     ctx.save_for_backward(None if ctx.weighted else rows_RD, weights_R, *state)
 
 
 def differentiate_combine(ctx, d_y_TD, *, run: Callable[..., Any] = combine_backward_op):
-    """Gradients of the inputs of `run_combine`. run: `combine_backward_op`, or `run_combine_backward`."""
+    """The gradients of the inputs of `run_combine`. run: `combine_backward_op`, or the function behind it,
+    `run_combine_backward`."""
     rows_RD, weights_R, *state = ctx.saved_tensors
     d_rows_RD, d_weights_R = run(d_y_TD, rows_RD, weights_R, state, ctx.key)
     d_weights, d_addend = None if ctx.weighted else d_weights_R, d_y_TD if ctx.has_addend else None
@@ -248,20 +263,23 @@ combine_op.register_autograd(differentiate_combine, setup_context=set_up_combine
 
 
 class _Combine(torch.autograd.Function):
+    """Runs `run_combine`, or finishes a crossing that was started. The backward also dispatches rows once
+    more if it was given a `Redispatch`."""
+
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
-        rows_RD, weights_R, addend_TD, (num_tokens, key, weighted, begun, ctx.again), *state = inputs
+        rows_RD, weights_R, addend_TD, (num_tokens, key, weighted, started, ctx.redispatch), *state = inputs
         arguments = rows_RD, weights_R, addend_TD, state, num_tokens, key, weighted
         set_up_combine(ctx, arguments, None)
-        return run_combine(*arguments) if begun is None else begun.finish()
+        return run_combine(*arguments) if started is None else started.finish()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         run = combine_backward_op if traced(*gradients) else run_combine_backward
         d_rows_RD, d_weights_R, d_addend, *_ = differentiate_combine(ctx, *gradients, run=run)
-        if ctx.again is not None:
-            ctx.again.fetch()
+        if ctx.redispatch is not None:
+            ctx.redispatch.fetch()
         return d_rows_RD, d_weights_R, d_addend, None, *[None] * ctx.num_state
 
 
@@ -270,58 +288,61 @@ def combine(
     handle: Handle,
     addend_TD: Tensor | None,
     weighted: bool,
-    begun: Begun | None = None,
-    again: Again | None = None,
+    started: StartedCrossing | None = None,
+    redispatch: Redispatch | None = None,
 ) -> Tensor:
-    """Does what `run_combine` does, differentiably. begun: the crossing, where it is under way already.
-    again: rows that the backward dispatches once more."""
-    weights_R, state, facts = handle.weights_R, handle.state, (handle.num_tokens, handle.maker, weighted)
-    if begun is None and traced(rows_RD, weights_R, addend_TD):
-        return combine_op(rows_RD, weights_R, addend_TD, state, *facts)
+    """Combine rows [R, D] into y_TD; differentiable in the rows, the weights and the addend. started: the
+    crossing, if its move has started. redispatch: the rows that the backward dispatches once more."""
+    weights_R, state, call = handle.weights_R, handle.state, (handle.num_tokens, handle.maker, weighted)
+    if started is None and traced(rows_RD, weights_R, addend_TD):
+        return combine_op(rows_RD, weights_R, addend_TD, state, *call)
     if not differentiated(rows_RD, weights_R, addend_TD):
-        return run_combine(rows_RD, weights_R, addend_TD, state, *facts) if begun is None else begun.finish()
-    # torch looks at every argument by itself
-    return _Combine.apply(rows_RD, weights_R, addend_TD, (*facts, begun, again), *state)
+        if started is not None:
+            return started.finish()
+        return run_combine(rows_RD, weights_R, addend_TD, state, *call)
+    # One tuple for all that is no tensor, because `apply` inspects every argument.
+    return _Combine.apply(rows_RD, weights_R, addend_TD, (*call, started, redispatch), *state)
 
 
-class _Rows:
-    """Rows that saved tensors of a graph are parts of, once they have come again."""
+class _FetchedRows:
+    """The rows that saved tensors of a graph are views of, once they have been dispatched again."""
 
     rows_RD: Tensor | None = None
 
 
-class Again:
-    """A context in which nothing keeps the rows of a dispatch for its backward: they are dispatched again.
+class Redispatch:
+    """A context in which autograd saves no rows of a dispatch: the backward dispatches them again.
 
-    The backward of the combine does that, once on every rank, whatever was saved of them: how many tensors,
-    or none on a rank without rows. So ranks never differ in their collectives.
+    Tensors that are saved in the context and lie in the rows' memory are replaced by their shape and offset.
+    The backward of the combine fetches the rows, once on every rank, whatever was saved of them: several
+    tensors, or none on a rank without rows. So ranks never differ in their collectives.
     """
 
     def __init__(self, x_TD: Tensor, dispatched: Dispatched) -> None:
         handle, rows_RD = dispatched.handle, dispatched.rows_RD
         self._maker, self._inputs = handle.maker, (x_TD.detach(), handle.state, rows_RD.shape[0])
-        # Of the rows themselves nothing is kept once the context is left.
-        self._seen = rows_RD.untyped_storage(), rows_RD.dtype, rows_RD._version, rows_RD.storage_offset()
-        self._wanted: Callable[[], _Rows | None] = lambda: None
+        # Not the rows themselves, which must be freed when the context ends.
+        self._identity = rows_RD.untyped_storage(), rows_RD.dtype, rows_RD._version, rows_RD.storage_offset()
+        self._fetched: Callable[[], _FetchedRows | None] = lambda: None
         self._hooks: Any = None
 
-    def __enter__(self) -> Again:
-        place = _Rows()
-        self._wanted = weakref.ref(place)
+    def __enter__(self) -> Redispatch:
+        fetched = _FetchedRows()
+        self._fetched = weakref.ref(fetched)
 
         def pack(saved: Tensor) -> Any:
-            storage, dtype, version, first = self._seen
+            storage, dtype, version, first = self._identity
             same = saved.untyped_storage() is storage and saved.dtype == dtype
             if not same or saved._version != version:
                 return saved, None
-            return place, (saved.shape, saved.stride(), saved.storage_offset() - first)
+            return fetched, (saved.shape, saved.stride(), saved.storage_offset() - first)
 
         def unpack(packed: Any) -> Tensor:
-            source, part = packed
-            if part is None:
+            source, view = packed
+            if view is None:
                 return source
             rows_RD = self.fetch() if source.rows_RD is None else source.rows_RD
-            return rows_RD.as_strided(*part)
+            return rows_RD.as_strided(*view)
 
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         self._hooks.__enter__()
@@ -329,11 +350,11 @@ class Again:
 
     def __exit__(self, *error: object) -> None:
         self._hooks.__exit__(*error)
-        del self._seen, self._hooks
+        del self._identity, self._hooks
 
     def fetch(self) -> Tensor:
-        """Dispatch them. Every rank must."""
-        rows_RD, place = dispatcher_by(self._maker).redispatch(*self._inputs), self._wanted()
-        if place is not None:
-            place.rows_RD = rows_RD
+        """Dispatch the rows again: rows_RD. Collective."""
+        rows_RD, fetched = dispatcher_by(self._maker).redispatch(*self._inputs), self._fetched()
+        if fetched is not None:
+            fetched.rows_RD = rows_RD
         return rows_RD

@@ -70,9 +70,9 @@ class BytesDispatcher(WiredDispatcher):
         wire: Wire,
         observer: Listener,
         layer: int,
-        *form: Any,
+        *signature: Any,
     ) -> None:
-        super().__init__(geometry, observer, layer, type(transport), *form)
+        super().__init__(geometry, observer, layer, type(transport), *signature)
         self.transport, self.wire, self.world_size = transport, wire, geometry.world_size
         self.place = None if self.world_size == 1 else transport.device
         size = transport.ranks_per_node
@@ -320,7 +320,7 @@ class BytesDispatcher(WiredDispatcher):
         (_, position_PK, traffic), dtype, codec = read_state(state), rows_RD.dtype, self.wire.combine
         encoded = None
         with self._span("combine"):
-            own_TD = rows.reduce(rows_RD, position_PK, weights_R, self.geometry.most_rows)
+            own_TD = rows.reduce(rows_RD, position_PK, weights_R, self.geometry.max_rows_per_token)
             if not self.transport.replicated:
                 own_TD, foreign = own_TD[:num_tokens], own_TD[num_tokens:]
                 encoded = write([foreign], codec, dtype)
@@ -363,7 +363,7 @@ class BytesDispatcher(WiredDispatcher):
         (_, position_PK, traffic), dtype = read_state(state), d_rows_RD.dtype
         codec, encoded = self.wire.dispatch_backward, None
         with self._span("dispatch_backward"):
-            own_TD = rows.reduce(d_rows_RD, position_PK, None, self.geometry.most_rows)
+            own_TD = rows.reduce(d_rows_RD, position_PK, None, self.geometry.max_rows_per_token)
             own_TK = rows.pick_scalars(d_weights_R, position_PK)
             if not self.transport.replicated:
                 encoded = write([own_TD[num_tokens:], own_TK[num_tokens:]], codec, dtype)

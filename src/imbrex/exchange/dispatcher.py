@@ -26,11 +26,12 @@ class DispatcherBase:
     place: torch.device | None = None
     """The device on which tokens must be; a rank alone takes them anywhere."""
 
-    def __init__(self, geometry: Geometry, observer: Listener, layer: int, *form: Any) -> None:
-        """Register the dispatcher. form: what its state's shapes depend on besides rank and placement."""
+    def __init__(self, geometry: Geometry, observer: Listener, layer: int, *signature: Any) -> None:
+        """Register the dispatcher. signature: what the shapes of its state depend on, besides its class, rank
+        and placement."""
         where = geometry.rank, geometry.placement.rank_offsets, geometry.tensor_parallel
         self.observer, self.layer = observer, layer
-        self.key = autograd.register(self, *where, *form)
+        self.key = autograd.register(self, *where, *signature)
         self.number = 0
         self.relocate(geometry)
 

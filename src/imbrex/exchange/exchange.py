@@ -35,7 +35,7 @@ from imbrex.contracts import (
 from imbrex.exchange import autograd
 from imbrex.exchange.agreement import agree, is_plain
 from imbrex.exchange.alone import AloneDispatcher
-from imbrex.exchange.autograd import Again, Begun
+from imbrex.exchange.autograd import Redispatch, StartedCrossing
 from imbrex.exchange.bytes import BytesDispatcher
 from imbrex.exchange.nvlink import NvlinkDispatcher
 from imbrex.exchange.nvlink_fit import why_not_dtype, why_not_nvlink
@@ -99,10 +99,10 @@ class Exchange:
             alignment=alignment,
             rows_per_slot=rows_per_slot,
         )
-        misfit, misuse = why_not_nvlink(self.geometry, self.wire), why_not_dtype(dtype)
+        row_problem, dtype_problem = why_not_nvlink(self.geometry, self.wire), why_not_dtype(dtype)
         automatic = isinstance(transport, Auto) or transport == "auto"
         asks_dtype = self.world_size > 1 and automatic
-        self._missed_for_dtype = asks_dtype and misfit is None and misuse is not None
+        self._missed_for_dtype = asks_dtype and row_problem is None and dtype_problem is not None
         self._make_transport = partial(
             make_transport,
             transport,
@@ -112,7 +112,7 @@ class Exchange:
             timeout=timeout,
             row_bytes=self.wire.dispatch.nbytes(hidden_size, dtype or torch.float32),
         )
-        self.transport, self.transport_reason = self._make_transport(not_nvlink=misfit or misuse)
+        self.transport, self.transport_reason = self._make_transport(not_nvlink=row_problem or dtype_problem)
         problem, observer = None, observer or Observer()
         try:
             self._check()
@@ -131,7 +131,7 @@ class Exchange:
     def _agree(self, layer: int, problem: ValueError | None) -> None:
         """Compare settings with all ranks. The first rank's key of its dispatcher becomes this exchange's
         number."""
-        own = launched_on(), 0 if problem else self.dispatcher.key // autograd.MOST_FORMS
+        own = launched_on(), 0 if problem else self.dispatcher.key // autograd.MAX_SIGNATURES
         words_W = agree(self.transport, self._settings(layer), "Exchange", problem, own=own)
         self.dispatcher.take_agreement(words_W[0][1], [node for node, _ in words_W])
 
@@ -283,11 +283,11 @@ class Exchange:
         self._check_devices(x_TD, routing)
         return BegunDispatch(self.dispatcher.for_call(x_TD, routing), x_TD, routing)
 
-    def dispatching_again(self, x_TD: Tensor, dispatched: Dispatched) -> Again:
+    def redispatching(self, x_TD: Tensor, dispatched: Dispatched) -> Redispatch:
         """A context in which the experts' computation keeps no rows for its backward. The backward dispatches
         them again: one more crossing saves the memory of R rows. Every rank must do it. x_TD: the tokens that
-        were dispatched. Pass the context to the `combine` of these rows, as `again`."""
-        return Again(x_TD, dispatched)
+        were dispatched. Pass the context to the `combine` of these rows, as `redispatch`."""
+        return Redispatch(x_TD, dispatched)
 
     def settle(self, x: Tensor) -> None:
         """Choose the transport again before the first call. If `auto` passed over `nvlink` only because of
@@ -332,19 +332,19 @@ class Exchange:
         addend: Tensor | None = None,
         *,
         weighted: bool = False,
-        again: Again | None = None,
+        redispatch: Redispatch | None = None,
     ) -> Tensor:
         """Outputs [T, D] in the rows' dtype: the rows of every token times their weights, summed, plus
         `addend` [T, D] in the same float32 reduction. Differentiable in the rows, the weights and the addend.
 
         weighted: the rows are already times `handle.weights_R`, and are only summed.
-        again: the context of `dispatching_again`, if the rows were computed in it.
+        redispatch: the context of `redispatching`, if the rows were computed in it.
         Raises ValueError if the rows do not belong to this dispatch: another number, width, dtype or device,
         or the handle of another exchange. Every rank raises; over NCCL only at the first combine.
         """
         if not torch.compiler.is_compiling():
             self.check_rows(rows_RD, handle, addend)
-        return autograd.combine(rows_RD, handle, addend, weighted, again=again)
+        return autograd.combine(rows_RD, handle, addend, weighted, redispatch=redispatch)
 
     def begin_combine(self, rows_RD: Tensor, handle: Handle, *, weighted: bool = False) -> BegunCombine:
         """Start a combine; `finish(addend)` returns what `combine` returns. Not inside a compiled graph."""
@@ -411,12 +411,12 @@ class BegunDispatch:
         self._inputs = x_TD, routing.weights_TK, routing.ids_TK, dispatcher.key
         with torch.no_grad():
             (plan,) = dispatcher.agree([(x_TD, routing)])
-            self._begun = Begun(dispatcher.dispatch(plan, x_TD, routing.weights_TK))
+            self._started = StartedCrossing(dispatcher.dispatch(plan, x_TD, routing.weights_TK))
 
     def finish(self) -> Dispatched:
         """Wait for the rows. Call it once."""
         x_TD, *_, key = self._inputs
-        rows_RD, weights_R, counts_e, state, _ = autograd.dispatch(*self._inputs, self._begun)
+        rows_RD, weights_R, counts_e, state, _ = autograd.dispatch(*self._inputs, self._started)
         handle = Handle(weights_R=weights_R, state=tuple(state), num_tokens=x_TD.shape[0], maker=key)
         return Dispatched(rows_RD=rows_RD, counts_e=counts_e, handle=handle)
 
@@ -430,7 +430,7 @@ class BegunCombine:
         self._dispatcher: Dispatcher = autograd.dispatcher_by(handle.maker)
         inputs = rows_RD, None if weighted else handle.weights_R, handle.state, handle.num_tokens
         with torch.no_grad():
-            self._begun = Begun(self._dispatcher.combine(*inputs, lambda: self._addend_TD))
+            self._started = StartedCrossing(self._dispatcher.combine(*inputs, lambda: self._addend_TD))
 
     def finish(self, addend: Tensor | None = None) -> Tensor:
         """Wait for the partial sums, and add them and `addend`. Call it once. Raises ValueError, on this rank
@@ -440,7 +440,7 @@ class BegunCombine:
             if problem is not None:
                 raise ValueError(f"combine: {problem}")
         self._addend_TD = addend
-        return autograd.combine(self._rows_RD, self._handle, addend, self._weighted, begun=self._begun)
+        return autograd.combine(self._rows_RD, self._handle, addend, self._weighted, started=self._started)
 
 
 def _why_not_addend(addend: Tensor, rows_RD: Tensor, tokens: int, maker: Dispatcher) -> str | None:

@@ -1,16 +1,18 @@
-"""A layer as one operator: with crossings in its products' kernels, with another for its backward; and of a
-rank alone, where nobody differentiates.
+"""Two layers that are one operator in a compiled graph: the fused layer, and the layer of a rank alone.
 
-Step by step, as `exchange.autograd` has them, an operator could not bring rows beside a product of another.
-So a compiled graph has the dispatch, imbrex's own experts and the combine in one node, and in one the
-gradients of tokens, weights and experts: dx goes home beside the gradients of both weights. The bits are
-those of the steps.
+The operators of `exchange.autograd` are single steps (dispatch, experts, combine). Between them a graph
+passes tensors only, which is not enough for two kinds of call. Both have the bits of the single steps.
 
-Of a rank alone a graph had three operators a layer, and between them only tensors. So experts did not hear
-what the dispatch of a small batch knows (their groups, which of them are hit, how many rows to expect):
-groups were planned once more, and both products were two launches.
+`fused_layer`, for `schedule="fused"`: kernels move rows while they multiply, so a move and a product must be
+in one operator. The forward is one operator, the backward another, which sends dx home while it computes the
+weights' gradients.
 
-What the backward wants is among the results: a graph may run its nodes when it likes, and keep what it likes.
+`layer_alone`, for one rank without gradients: the dispatch of a small batch knows more than tensors say (the
+experts' groups, which experts have rows, how many rows to expect). As single operators, the experts would
+plan their groups again, and their two products would be two launches.
+
+The forward returns the tensors that the backward needs as further results, because a graph may reorder its
+operators, and decides itself what to keep.
 """
 
 from __future__ import annotations
@@ -40,10 +42,10 @@ def fused_layer(
     weights: tuple[Tensor, Tensor],
     key: int,
 ) -> Tensor:
-    """y_TD of tokens through the experts with `weights`, gate_up_eGD and down_eDF, as `schedule='fused'` has
-    it; differentiable in tokens, routing weights, addend and both. key: the dispatcher's. All bfloat16.
+    """The output y_TD of a layer whose crossings run inside the products' kernels; all bfloat16.
 
-    Where nobody differentiates, nothing is kept.
+    Differentiable in `x_TD`, the routing weights, `addend_TD` and the experts' `weights`, gate_up_eGD and
+    down_eDF (G = 2F). key: the dispatcher's. Without gradients nothing is kept for a backward.
     """
     inputs = x_TD, routing.weights_TK, addend_TD, *weights
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
@@ -60,8 +62,8 @@ def run_fused(
     key: int,
     keep: bool,
 ) -> tuple[Tensor, list[Tensor]]:
-    """y_TD; and for the backward the rows, their weights, gate and up, the plan of the groups, and the state
-    of the crossings."""
+    """Return y_TD, and what the backward needs: rows_RD, weights_R, gate_up_RG (empty unless `keep`), the
+    plan of the experts' groups, and the state of the crossings."""
     dispatcher = dispatcher_by(key).fusing(inner=down_eDF.shape[2])
     (plan,) = dispatcher.agree([(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))])
     arrived = complete(dispatcher.dispatch(plan, x_TD, weights_TK, RowForm.UNDER_WAY))
@@ -102,7 +104,8 @@ def run_fused_backward(
     key: int,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """d_x_TD, d_weights_TK, d_gate_up_eGD, d_down_eDF; those of experts empty unless needed."""
+    """Return d_x_TD, d_weights_TK, d_gate_up_eGD and d_down_eDF. needs: whether the gradients of gate_up and
+    of down are needed; one that is not is empty."""
     dispatcher = dispatcher_by(key).fusing(None)
     rows_RD, weights_R, gate_up_RG, groups, *state = saved
     dy = d_y_TD.contiguous(), weights_R, state
@@ -111,10 +114,10 @@ def run_fused_backward(
     else:
         d_y_RD, staged = complete(dispatcher.combine_backward(dy[0], None, *dy[1:]))[0], None
     beside = ALONE if staged is None else rows_out(staged)
-    saved_too = Saved(rows_RD, gate_up_eGD, down_eDF, groups, weights_R, gate_up_RG)
+    saved_by_ffn = Saved(rows_RD, gate_up_eGD, down_eDF, groups, weights_R, gate_up_RG)
     deferral, (need_gate_up, need_down) = Deferral() if all(needs) else None, needs
     d_rows_RD, d_gate_up, d_down, d_weights_R = ffn_gradients(
-        d_y_RD, saved_too, (True, need_gate_up, need_down), deferral=deferral, beside=beside
+        d_y_RD, saved_by_ffn, (True, need_gate_up, need_down), deferral=deferral, beside=beside
     )
     out = d_y_TD.new_empty(d_y_TD.shape), weights_R.new_empty(d_y_TD.shape[0], top_k)
     arguments = d_rows_RD, d_weights_R, state, d_y_TD.shape[0], out
@@ -124,7 +127,7 @@ def run_fused_backward(
     complete(dispatcher.dispatch_backward_beside(deferral, *arguments))
     weights = gate_up_eGD, down_eDF
     gradients = deferral.gradients(weights)
-    # None: a rank without slots, or without room for rows.
+    # A gradient is None on a rank without slots, or without room for rows.
     d_gate_up, d_down = (
         w.new_zeros(w.shape) if d is None else d for w, d in zip(weights, gradients, strict=True)
     )
@@ -145,7 +148,7 @@ def _(d_y_TD, saved, gate_up_eGD, down_eDF, top_k, key, needs):
 def _set_up(ctx: Any, inputs: Any, output: Any) -> None:
     _x, weights_TK, _ids, addend, gate_up, down, ctx.key, _keep = inputs
     ctx.top_k, ctx.has_addend = weights_TK.shape[1], addend is not None
-    # Else autograd makes zeros for every tensor that is kept.
+    # By default autograd makes a tensor of zeros for every saved output.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(gate_up, down, *output[1])
 
@@ -165,7 +168,7 @@ def _differentiate(ctx: Any, d_y_TD: Tensor | None, _saved: Any) -> Any:
 
 fused_op.register_autograd(_differentiate, setup_context=_set_up)
 
-# A plain registration: `custom_op` adds host time to every call.
+# Registered by `Library`, because `custom_op` adds host time to every call.
 _library = Library("imbrex_alone_v1", "DEF")
 _library.define(
     "layer(Tensor x_TD, Tensor weights_TK, Tensor ids_TK, Tensor? addend_TD, Tensor gate_up_eGD,"
@@ -181,8 +184,8 @@ def layer_alone(
     key: int,
     one_launch: bool | None,
 ) -> Tensor:
-    """y_TD of tokens through the experts with `weights`, gate_up_eGD and down_eDF, all bfloat16. key: the
-    dispatcher's. one_launch: as in `Experts`."""
+    """The output y_TD of a layer of one rank, as one operator; all bfloat16, without gradients. weights: the
+    experts' gate_up_eGD and down_eDF. key: the dispatcher's. one_launch: as in `imbrex.experts.Experts`."""
     inputs = x_TD, routing.weights_TK, routing.ids_TK, addend_TD
     return torch.ops.imbrex_alone_v1.layer(*inputs, *weights, key, one_launch)
 

@@ -42,7 +42,7 @@ from imbrex.contracts import (
 from imbrex.exchange import plan
 from imbrex.exchange.agreement import explain, find_problem, raise_together
 from imbrex.exchange.dispatcher import WiredDispatcher, nothing_to_move
-from imbrex.exchange.nvlink_fit import DTYPE, Part, is_coded, kernel_placement, most_rows
+from imbrex.exchange.nvlink_fit import DTYPE, Part, is_coded, kernel_placement, row_capacity_for
 from imbrex.exchange.recorded import Recorder
 from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
 from imbrex.kernels.exchange.groups import RowGroups, empty_groups
@@ -258,7 +258,7 @@ class NvlinkDispatcher(WiredDispatcher):
             self.observer.count("expert_load", load_E, layer=self.layer)
         x_TD = x_TD.contiguous()
         inputs = x_TD, self._choices(part.ids_TK), weights_TK.contiguous()
-        room, few = most_rows(kernels.shape, part.max_tokens), part.is_small
+        room, few = row_capacity_for(kernels.shape, part.max_tokens), part.is_small
         stages, exact = form is RowForm.UNDER_WAY and not few, self.counts_first(part, room)
         if exact and not (stages or few or self._writes_fp8):
             return self._send_exactly(kernels, *inputs)

@@ -1,4 +1,4 @@
-"""The limits of the kernels over NVLink, and the forms in which they take a placement and a dispatch."""
+"""The limits of the kernels over NVLink; a placement and a dispatch in the form that these kernels take."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ from imbrex.transport.nvlink import MOST_CHOICES, ROW_MULTIPLE
 
 DTYPE = torch.bfloat16
 FP8_OUT_MULTIPLE, FP8_BACK_MULTIPLE = 512, 256
+"""The row width D must be a multiple of these if rows cross in fp8: on their way to experts (dispatch and
+backward of combine), and on their way home."""
 FEW_TOKENS = 256
-"""The most tokens of a rank for which one kernel both routes and moves. It takes 43 us for 128 tokens, where
-two kernels take 59; for 512 tokens 110, like two (4 H200, rows of 7168 values, K=8)."""
+"""The most tokens of a rank for which one kernel both routes and moves. For 128 tokens it takes 43 us, two
+kernels 59; for 512 tokens both ways take 110 us (4 H200, rows of 7168 values, K=8)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """The choices of one dispatch. max_tokens: those of the rank with the most. backward: whether a backward
-    keeps the rows. Both are the same on every rank."""
+    """The plan of one dispatch over NVLink: the kernels themselves plan the rest.
+
+    ids_TK: int64, the experts of this rank's tokens. max_tokens: the tokens of the rank with the most.
+    backward: whether rows are kept for a backward. The last two are the same on every rank.
+    """
 
     ids_TK: Tensor
     max_tokens: int
@@ -30,11 +35,12 @@ class Part:
 
     @property
     def is_small(self) -> bool:
+        """Whether one kernel both routes and moves."""
         return self.max_tokens <= FEW_TOKENS
 
 
 def why_not_nvlink(geometry: Geometry, wire: Wire) -> str | None:
-    """Why the kernels do not serve this exchange, or `None`."""
+    """Why the kernels cannot serve this exchange, or `None`."""
     out, back = (wire.dispatch, wire.combine_backward), (wire.combine, wire.dispatch_backward)
     if any(codec.name not in ("identity", "fp8") for codec in (*out, *back)):
         return "its kernels write rows as they are or as fp8"
@@ -49,12 +55,12 @@ def why_not_nvlink(geometry: Geometry, wire: Wire) -> str | None:
 
 
 def is_coded(codec: Codec) -> bool:
-    """Whether rows by this codec cross NVLink in another form than bfloat16."""
+    """Whether this codec makes rows cross NVLink in fp8, not in bfloat16."""
     return codec.name == "fp8"
 
 
 def why_not_dtype(dtype: torch.dtype | None) -> str | None:
-    """Why the kernels do not move tokens of `dtype`, or `None`."""
+    """Why the kernels cannot move tokens of `dtype`, or `None`. dtype: `None` if it is not known."""
     if dtype is None:
         return "nobody said that tokens are bfloat16 (dtype=)"
     return None if dtype == DTYPE else f"tokens are {str(dtype).removeprefix('torch.')}, not bfloat16"
@@ -62,8 +68,11 @@ def why_not_dtype(dtype: torch.dtype | None) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelPlacement:
-    """A placement in the form that the kernels take. by_slot: its experts are the slots of the placement that
-    was given. balanced: the kernels choose replicas by the loads, else in equal parts."""
+    """A placement in the form that the kernels take.
+
+    by_slot: its experts are the slots of the exchange's placement, because replicas are chosen on the host.
+    balanced: the kernels choose replicas by load, otherwise in equal shares.
+    """
 
     placement: Placement
     by_slot: bool
@@ -71,8 +80,12 @@ class KernelPlacement:
 
 
 def kernel_placement(geometry: Geometry) -> KernelPlacement:
-    """The placement as kernels take it. With a split of the caller's they choose no replicas: slots
-    0 1 | 1 2 are to them experts 0 1 | 2 3, each in one slot."""
+    """The exchange's placement in the form that the kernels take.
+
+    The kernels can choose replicas by the splits `even` and `balanced`. With any other split the host chooses
+    the slot of every choice, and the kernels see slots as experts: for the slots 0 1 | 1 2 they get experts
+    0 1 | 2 3, each in one slot.
+    """
     placement, balanced = geometry.placement, geometry.split is SPLITS["balanced"]
     if balanced or geometry.split is split_evenly:
         return KernelPlacement(placement=placement, by_slot=False, balanced=balanced)
@@ -81,13 +94,15 @@ def kernel_placement(geometry: Geometry) -> KernelPlacement:
     return KernelPlacement(placement=named, by_slot=True, balanced=False)
 
 
-def most_rows(shape: Shape, max_tokens: int) -> int:
-    """Rows that `max_tokens` tokens of every rank can be, for a heap that may have room for more. Of a few
-    sizes only, so that memory for them is found again: that of the heap halved while it is enough.
+def row_capacity_for(shape: Shape, max_tokens: int) -> int:
+    """The number of rows to allocate for at most `max_tokens` tokens of every rank.
 
-    Example: kernels for 16384 tokens that are given 5000 at most have rows for 8192.
+    It is the capacity of the symmetric heap, halved as long as that is enough. So there are few sizes, and
+    torch's allocator finds freed memory of the same size.
+
+    Example: if the heap is for 16384 tokens and a call has at most 5000, there are rows for 8192.
     """
-    room = shape.max_tokens
-    while room % 2 == 0 and room // 2 >= max_tokens:
-        room //= 2
-    return shape.row_capacity // shape.max_tokens * room
+    tokens = shape.max_tokens
+    while tokens % 2 == 0 and tokens // 2 >= max_tokens:
+        tokens //= 2
+    return shape.row_capacity // shape.max_tokens * tokens

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from imbrex.contracts import Dispatcher, Handle, Routing, RowForm, Wire
 from imbrex.exchange import autograd
-from imbrex.exchange.autograd import Begun
-from imbrex.exchange.nvlink_fit import DTYPE, KernelPlacement, Part, is_coded, most_rows
+from imbrex.exchange.autograd import StartedCrossing
+from imbrex.exchange.nvlink_fit import DTYPE, KernelPlacement, Part, is_coded, row_capacity_for
 from imbrex.exchange.recorded_memory import Memory, Scratch, memory_of, parts_of, scratch_of
 from imbrex.experts.experts import surely_fit
 from imbrex.kernels.exchange import layout as lay
@@ -240,7 +240,7 @@ class Recorder:
         """The memory of calls of this size. `None` if routing and rows take two launches, if the host waits
         to hear how many rows there are, or if the kernels check everything (`debug`)."""
         dispatcher, (slots, width, inner) = self.dispatcher, weights[1].shape
-        shape, room = kernels.shape, most_rows(kernels.shape, part.max_tokens)
+        shape, room = kernels.shape, row_capacity_for(kernels.shape, part.max_tokens)
         if kernels.debug or dispatcher.counts_first(part, room):
             return None
         if part.is_small:
@@ -266,7 +266,7 @@ class Recorder:
         """Take the steps of a call that ranks have agreed upon, and that cannot be recorded: y_TD."""
         dispatcher, inputs = self.dispatcher, (x_TD, routing.weights_TK)
         with torch.no_grad():
-            begun = Begun(dispatcher.dispatch(part, *inputs, RowForm.ROWS))
+            begun = StartedCrossing(dispatcher.dispatch(part, *inputs, RowForm.ROWS))
         arrived = autograd.dispatch(*inputs, routing.ids_TK, dispatcher.key, begun)
         rows_RD, weights_R, counts_e, state, beside = arrived
         if isinstance(beside, Groups):

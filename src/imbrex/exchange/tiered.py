@@ -1,22 +1,27 @@
-"""The dispatcher over two tiers: rows cross the network once to a node that wants them, and spread inside.
+"""The dispatcher over two tiers: a slow network between nodes and a fast one inside each node.
 
-    x_TD ──across──▶ pool_PD ──the node's own dispatcher──▶ rows_RD
-    y_TD ◀──sum in node order◀──across── pool_PD ◀──the node's own dispatcher── rows_RD
+    x_TD ──network──▶ pool_PD ──dispatcher inside the node──▶ rows_RD
+    y_TD ◀──sum in node order◀──network── pool_PD ◀──dispatcher inside the node── rows_RD
 
-The pool of a rank is its own T tokens, then those that arrived from its counterparts, the ranks of equal
-place on other nodes, by node, then token. To the dispatcher inside, bytes or kernels over NVLink, the pool is
-a batch like any other: the slots of the node are its experts, and choices of other nodes are dropped. So its
-planning, its spreading and its sums are used as they are, forward and backward.
+A token crosses the network once to every node that holds one of its experts. It goes to this rank's
+counterpart there, the rank at the same place in that node, which spreads it inside the node. The sums of the
+experts' rows take the same way back.
 
-Which replica takes a choice, and which choices go where, is settled before rows move:
+The pool of a rank is its own T tokens, then those that counterparts sent, by node, then token. The dispatcher
+inside the node (bytes, or kernels over NVLink) treats the pool as a batch like any other: the node's slots
+are its experts, and choices of slots on other nodes are dropped. So its plans, its dispatch and its combine
+are used unchanged, forward and backward.
 
-    message of all ranks: [header, choices E, rows of parts x nodes]  ──▶ who sends how many to whom
-    labels (slots, weights) to counterparts, then the rows of all parts ──▶ pools, planned inside the node
+Planning takes two messages before the node plans its pool:
 
-The first row waits for one message, and of many parts hardly longer than of one: they are gone through as one
-batch. Replicas are chosen by what all ranks say, and take a second message. The first is as long as that of a
-check whatever is planned, if that fits: so a rank whose input is wrong says it there, and need not know what
-the others do. Who only counts choices, and the node's plan, come behind the rows. See docs/tiers.md.
+    1. all ranks:     [header, choices of every expert, rows to every node for each part]
+    2. counterparts:  labels (slots and weights) of the tokens that cross, and behind them the rows themselves
+
+A part is the share of the batch that is planned on its own, such as a chunk of a schedule. All parts share
+these messages, so many parts take hardly longer than one. If experts have replicas, slots are chosen from
+the counts of all ranks, so message 1 is two messages: counts, then rows. Message 1 is padded to the length of
+the one that `check_in` sends, if it fits. So a rank with a wrong input can report it without knowing what the
+others plan. See docs/tiers.md.
 """
 
 from __future__ import annotations
@@ -52,8 +57,8 @@ from imbrex.exchange.bytes import BytesDispatcher
 from imbrex.exchange.dispatcher import DispatcherBase
 from imbrex.exchange.nvlink import NvlinkDispatcher
 from imbrex.exchange.tiered_plan import (
-    Leaving,
-    Overheard,
+    OutgoingBatch,
+    SentBytes,
     TieredPlan,
     inside_of,
     join_parts,
@@ -67,18 +72,20 @@ from imbrex.exchange.tiered_plan import (
 from imbrex.runtime.streams import Begun
 from imbrex.transport.tiers import ACROSS, Flight, Tiers
 
-OURS = 2
-"""Tensors of the state before those of the dispatcher inside: the traffic between nodes."""
-PARTS_TOLD = 16
-"""Parts whose rows to every node fit into the message of a check. Ranks check before they plan more."""
+TRAFFIC_TENSORS = 2
+"""The number of tensors in a handle's state that describe the traffic between nodes. Those of the dispatcher
+inside follow."""
+PARTS_PER_MESSAGE = 16
+"""The most parts whose rows to every node fit into the message of `check_in`. Before ranks plan more parts,
+they check their inputs in a message of its own."""
 
 
 class TieredDispatcher(BytesDispatcher):
-    """Rows over the network to counterparts, and then by the dispatcher inside a node. Codecs are the
-    network's; inside a node rows move as they are."""
+    """Sends rows over the network to counterparts, then by another dispatcher inside the node. Rows that
+    cross the network are encoded by the wire's codecs; inside a node they move in their own dtype."""
 
-    leaves_ahead = True
-    """Whether rows leave as soon as it is known where to, with the plan."""
+    sends_with_plan = True
+    """Whether `agree` sends the rows of all parts. If not, each part's dispatch sends its own."""
 
     def __init__(
         self, geometry: Geometry, transport: Tiers, wire: Wire, observer: Listener, layer: int
@@ -89,9 +96,9 @@ class TieredDispatcher(BytesDispatcher):
         kernels = transport.kernels
         inner = type(transport.bytes_inside if kernels is None else kernels), transport.nodes.size
         super().__init__(geometry, cast("Transport", transport), wire, observer, layer, *inner)
-        self.tiers, self.listening = transport, Overheard()
+        self.tiers, self.sent_inside = transport, SentBytes()
         inside = inside_of(geometry, transport)
-        arguments = Wire(**dict.fromkeys(Wire.__dataclass_fields__, Identity())), self.listening, layer
+        arguments = Wire(**dict.fromkeys(Wire.__dataclass_fields__, Identity())), self.sent_inside, layer
         self.inside: Dispatcher = (
             BytesDispatcher(inside, transport.bytes_inside, *arguments)
             if kernels is None
@@ -111,7 +118,7 @@ class TieredDispatcher(BytesDispatcher):
         if inside is self.inside and not in_turn:
             return self
         other = copy.copy(self)
-        other.inside, other.leaves_ahead = inside, not in_turn
+        other.inside, other.sends_with_plan = inside, not in_turn
         return other
 
     def why_not_form(self, form: RowForm) -> str | None:
@@ -133,37 +140,41 @@ class TieredDispatcher(BytesDispatcher):
 
     @property
     def _room(self) -> int:
-        """Choices of every expert, and rows of the parts to every node: whatever the placement, so that ranks
-        which disagree about it still understand each other."""
-        return self.geometry.placement.num_experts + self.tiers.nodes.num_nodes * PARTS_TOLD
+        """The number of values behind the header in the message of `check_in`: choices of every expert, and
+        rows of `PARTS_PER_MESSAGE` parts to every node. It does not depend on the placement, so that ranks
+        whose placements differ can still read each other's headers."""
+        return self.geometry.placement.num_experts + self.tiers.nodes.num_nodes * PARTS_PER_MESSAGE
 
     def _length(self, num_parts: int) -> int:
-        """Numbers behind the header that planning so many parts takes, of the first message."""
+        """The number of values behind the header in the first message of a plan of `num_parts` parts."""
         num_experts = self.geometry.placement.num_experts
         if self.geometry.placement.has_replicas:
             return num_experts * num_parts
         return num_experts + self.tiers.nodes.num_nodes * num_parts
 
     def _make_plans(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Any]:
-        leaving = self._meet(parts)
-        flight, traffics = self._tell(leaving), leaving.traffics
-        ahead = self._start(parts, traffics)
-        if leaving.unread is not None:
-            # Who only counts choices hears of them here, behind the rows.
-            self._split(leaving.unread)
-        slots = leaving.slot_TK.split(leaving.sizes)
+        batch = self._exchange_counts(parts)
+        flight, traffics = self._send_labels(batch), batch.traffics
+        row_flights = self._send_rows_of_parts(parts, traffics)
+        if batch.uncounted is not None:
+            # The counts are needed by observers and by splits of a user alone, so they are read after the
+            # rows have left.
+            self._split(batch.uncounted)
+        slots = batch.slot_TK.split(batch.sizes)
         labels = labels_by_part(flight.finish(), traffics)
         pools = [pool_of(*of_part, self.slots) for of_part in zip(parts, slots, labels, strict=True)]
         inside = self.inside.agree(pools)
         return [
-            TieredPlan(traffic=traffic, inside=inner, weights_PK=routing.weights_TK, ahead=flights)
-            for traffic, inner, (_, routing), flights in zip(traffics, inside, pools, ahead, strict=True)
+            TieredPlan(traffic=traffic, inside=inner, weights_PK=routing.weights_TK, flights=flights)
+            for traffic, inner, (_, routing), flights in zip(
+                traffics, inside, pools, row_flights, strict=True
+            )
         ]
 
-    def _meet(self, parts: Sequence[tuple[Tensor, Routing]]) -> Leaving:
-        """Ranks tell each other what leaves: in one message, two where replicas are chosen by what all ranks
-        say. All that can be made before an answer is waited for is."""
-        header, unread = self._checked(parts), None
+    def _exchange_counts(self, parts: Sequence[tuple[Tensor, Routing]]) -> OutgoingBatch:
+        """Exchange the counts of rows between nodes: in one message, or two if experts have replicas. Work
+        that needs no answer is done before the answer is waited for."""
+        header, uncounted = self._header_of(parts), None
         placement, sizes = self.geometry.placement, [len(x_TD) for x_TD, _ in parts]
         ids = [routing.ids_TK for _, routing in parts]
         ids_TK = join_parts(ids)
@@ -179,32 +190,37 @@ class TieredDispatcher(BytesDispatcher):
             self.observer.count("host_syncs", 1, layer=self.layer)
             rows_WX = self.transport.exchange_counts(rows_X)
         else:
-            unread = self._tell_counts(header, [plan.count_choices(ids_TK, placement.num_experts), rows_X])
-            rows_WX = unread[:, HEADER + placement.num_experts :][:, : len(rows_X)]
+            counts_E = plan.count_choices(ids_TK, placement.num_experts)
+            uncounted = self._gather_padded(header, [counts_E, rows_X])
+            rows_WX = uncounted[:, HEADER + placement.num_experts :][:, : len(rows_X)]
         traffics, tokens_N = traffics_of(self.tiers, others_TN, sizes, rows_WX)
         label_NB = pick_rows(label_TB, tokens_N)
-        return Leaving(slot_TK=slot_TK, label_NB=label_NB, sizes=sizes, traffics=traffics, unread=unread)
+        return OutgoingBatch(
+            slot_TK=slot_TK, label_NB=label_NB, sizes=sizes, traffics=traffics, uncounted=uncounted
+        )
 
-    def _checked(self, parts: Sequence[tuple[Tensor, Routing]]) -> Tensor:
-        """The header of this rank's message. ValueError on every rank where this one's input is wrong."""
+    def _header_of(self, parts: Sequence[tuple[Tensor, Routing]]) -> Tensor:
+        """The header of this rank's message, int64 [HEADER]. Raises ValueError, on every rank, if this rank's
+        input is wrong."""
         problems = [find_problem(*part, self.geometry, self.place) for part in parts]
         problem = next((problem for problem in problems if problem[0]), problems[0])
         header = self._header(problem, parts[0][0], parts[0][1].ids_TK, len(parts))
         if problem[0]:
-            self._tell_counts(header, [header.new_zeros(self._length(len(parts)))])
+            self._gather_padded(header, [header.new_zeros(self._length(len(parts)))])
         return header
 
-    def _tell_counts(self, header: Tensor, counts: Sequence[Tensor]) -> Tensor:
-        """One message of all ranks, as long as that of a check if it is not longer."""
-        so_far = sum(len(of) for of in counts)
-        rest = header.new_zeros(max(self._room - so_far, 0))
-        return self._gather([torch.cat([header, *counts, rest])])[0]
+    def _gather_padded(self, header: Tensor, counts: Sequence[Tensor]) -> Tensor:
+        """Gather a message of every rank, int64 [W, L] on the host. It is padded with zeros to the length of
+        `check_in`'s, unless it is longer."""
+        length = sum(len(part) for part in counts)
+        padding = header.new_zeros(max(self._room - length, 0))
+        return self._gather([torch.cat([header, *counts, padding])])[0]
 
     def _choose(self, ids: Sequence[Tensor], header: Tensor) -> list[Tensor]:
-        """The slots of every part's choices, from the counts of all ranks."""
+        """The slot of every choice, int64 [T, K] for each part, from the counts of all ranks."""
         placement, rank = self.geometry.placement, self.geometry.rank
         counts = [plan.count_choices(ids_TK, placement.num_experts) for ids_TK in ids]
-        gathered = self._tell_counts(header, counts)
+        gathered = self._gather_padded(header, counts)
         blocks = gathered[:, HEADER:].split(placement.num_experts, 1)
         splits = [self._split(torch.cat([gathered[:, :HEADER], block], 1)) for block in blocks[: len(ids)]]
         return [
@@ -212,29 +228,30 @@ class TieredDispatcher(BytesDispatcher):
             for ids_TK, split_WS in zip(ids, splits, strict=True)
         ]
 
-    def _tell(self, leaving: Leaving) -> Flight:
-        """Labels of the tokens that leave: one message to a node for all parts."""
+    def _send_labels(self, batch: OutgoingBatch) -> Flight:
+        """Start sending the labels of all parts to counterparts, in one message to each node."""
         # host sync: none, sizes are on the host
-        send, receive = torch.stack([traffic.splits_2W for traffic in leaving.traffics]).sum(0).tolist()
-        return self.tiers.rail.begin(ACROSS, "plan", leaving.label_NB, receive).send(leaving.label_NB, send)
+        send, receive = torch.stack([traffic.splits_2W for traffic in batch.traffics]).sum(0).tolist()
+        return self.tiers.rail.begin(ACROSS, "plan", batch.label_NB, receive).send(batch.label_NB, send)
 
-    def _start(
+    def _send_rows_of_parts(
         self, parts: Sequence[tuple[Tensor, Routing]], traffics: Sequence[Traffic]
     ) -> list[list[Flight]]:
-        """Rows of every part on their way, while the node is still planned."""
-        if not self.leaves_ahead:
+        """Start sending the rows of every part, while the node still plans its pool. Each part has a list of
+        one flight, or none if its dispatch sends its rows."""
+        if not self.sends_with_plan:
             return [[] for _ in parts]
         return [
-            [self._leave(rows_across(x_TD.detach(), self.wire.dispatch, traffic), traffic)]
+            [self._send_rows(rows_across(x_TD.detach(), self.wire.dispatch, traffic), traffic)]
             for (x_TD, _), traffic in zip(parts, traffics, strict=True)
         ]
 
-    def _leave(self, leaving: Tensor | None, traffic: Traffic) -> Flight:
-        """Rows, by node, on their way to the nodes that want them."""
-        assert leaving is not None
+    def _send_rows(self, encoded_NB: Tensor | None, traffic: Traffic) -> Flight:
+        """Start sending encoded rows, which lie by destination node, to counterparts."""
+        assert encoded_NB is not None
         send, receive = traffic.splits_2W.tolist()
-        self._count(traffic, 0, leaving)
-        return self.tiers.rail.begin(ACROSS, "dispatch", leaving, receive).send(leaving, send)
+        self._count_rail(traffic, 0, encoded_NB)
+        return self.tiers.rail.begin(ACROSS, "dispatch", encoded_NB, receive).send(encoded_NB, send)
 
     def dispatch(
         self, plan: Any, x_TD: Tensor, weights_TK: Tensor, form: RowForm = RowForm.ROWS
@@ -250,7 +267,7 @@ class TieredDispatcher(BytesDispatcher):
         def spread(pool_PD: Tensor) -> Crossing[Arrived]:
             return self.inside.dispatch(plan.inside, pool_PD, plan.weights_PK)
 
-        return self._going("dispatch", x_TD, self.wire.dispatch, traffic, spread, read, plan.ahead)
+        return self._crossing_out("dispatch", x_TD, self.wire.dispatch, traffic, spread, read, plan.flights)
 
     def combine(
         self,
@@ -263,15 +280,15 @@ class TieredDispatcher(BytesDispatcher):
     ) -> Crossing[Tensor]:
         traffic, inner = self._read(state)
         with self._span("combine"):
-            summing = self.inside.combine(rows_RD, weights_R, inner, num_tokens + arriving(traffic))
+            summing = self.inside.combine(rows_RD, weights_R, inner, num_tokens + num_received(traffic))
 
         def read(sums: list[Tensor]) -> Tensor:
             added_TD = None if addend is None else addend()
             y_TD = (sums[0] if added_TD is None else sums[0] + added_TD.float()).to(rows_RD.dtype)
             return y_TD if out_TD is None else out_TD.copy_(y_TD)
 
-        form = _Sums(codec=self.wire.combine, width=self.geometry.hidden_size, dtype=rows_RD.dtype)
-        return self._coming("combine", summing, form, traffic, num_tokens, read)
+        layout = _SumLayout(codec=self.wire.combine, width=self.geometry.hidden_size, dtype=rows_RD.dtype)
+        return self._crossing_back("combine", summing, layout, traffic, num_tokens, read)
 
     def combine_backward(
         self, d_y_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor]
@@ -282,7 +299,7 @@ class TieredDispatcher(BytesDispatcher):
             return self.inside.combine_backward(pool_PD, rows_RD, weights_R, inner)
 
         codec = self.wire.combine_backward
-        return self._going("combine_backward", d_y_TD, codec, traffic, spread, lambda value: value)
+        return self._crossing_out("combine_backward", d_y_TD, codec, traffic, spread, lambda value: value)
 
     def dispatch_backward(
         self,
@@ -294,7 +311,7 @@ class TieredDispatcher(BytesDispatcher):
     ) -> Crossing[tuple[Tensor, Tensor]]:
         traffic, inner = self._read(state)
         with self._span("dispatch_backward"):
-            pool = num_tokens + arriving(traffic)
+            pool = num_tokens + num_received(traffic)
             summing = self.inside.dispatch_backward(d_rows_RD, d_weights_R, inner, pool)
 
         def read(sums: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -305,8 +322,8 @@ class TieredDispatcher(BytesDispatcher):
 
         geometry, dtype = self.geometry, d_rows_RD.dtype
         codec = self.wire.dispatch_backward
-        form = _Sums(codec=codec, width=geometry.hidden_size, dtype=dtype, columns=geometry.top_k)
-        return self._coming("dispatch_backward", summing, form, traffic, num_tokens, read)
+        layout = _SumLayout(codec=codec, width=geometry.hidden_size, dtype=dtype, columns=geometry.top_k)
+        return self._crossing_back("dispatch_backward", summing, layout, traffic, num_tokens, read)
 
     def redispatch(self, x_TD: Tensor, state: Sequence[Tensor], num_rows: int) -> Tensor:
         traffic, inner = self._read(state)
@@ -315,7 +332,7 @@ class TieredDispatcher(BytesDispatcher):
             again = self.inside.redispatch(pool_PD, inner, num_rows)
             return Crossing(lambda: None, lambda _: again)
 
-        crossing = self._going(
+        crossing = self._crossing_out(
             "dispatch_again", x_TD, self.wire.dispatch, traffic, spread, lambda value: value
         )
         pending = crossing.move()
@@ -327,14 +344,15 @@ class TieredDispatcher(BytesDispatcher):
         return [ids_TK.new_empty(size()), splits_2N, *self.inside.fake_state(ids_TK, rows, size)]
 
     def _read(self, state: Sequence[Tensor]) -> tuple[Traffic, Sequence[Tensor]]:
-        return Traffic(sent_tokens_N=state[0], splits_2W=state[1]), state[OURS:]
+        """The traffic between nodes, and the state of the dispatcher inside, from a handle's state."""
+        return Traffic(sent_tokens_N=state[0], splits_2W=state[1]), state[TRAFFIC_TENSORS:]
 
-    def _add(self, own: Tensor, came: Tensor, traffic: Traffic) -> Tensor:
-        """Sums over nodes, in their order, float32."""
+    def _sum_nodes(self, own: Tensor, received: Tensor, traffic: Traffic) -> Tensor:
+        """Add the sums that other nodes sent to this node's, in node order, in float32."""
         sizes = traffic.splits_2W[0].tolist()
-        return rows.sum_home(own, came, traffic.sent_tokens_N, sizes, self.tiers.node)
+        return rows.sum_home(own, received, traffic.sent_tokens_N, sizes, self.tiers.node)
 
-    def _going(
+    def _crossing_out(
         self,
         phase: str,
         rows_TD: Tensor,
@@ -342,101 +360,110 @@ class TieredDispatcher(BytesDispatcher):
         traffic: Traffic,
         spread: Callable[[Tensor], Crossing[Any]],
         read: Callable[[Any], Any],
-        ahead: list[Flight] | None = None,
+        flights: list[Flight] | None = None,
     ) -> Crossing[Any]:
-        """Rows over the network into the pool, and what `spread` makes of that. read: of its result. ahead:
-        the rows, where they are on their way."""
+        """The crossing that sends rows to other nodes and then spreads the pool inside this one.
+
+        spread: makes the crossing inside the node from pool_PD. read: takes the result of that crossing, and
+        returns this one's. flights: one flight, taken from the list, if the rows have left already.
+        """
         with self._span(phase):
-            under_way = ahead.pop() if ahead else None
-            written = None if under_way else rows_across(rows_TD, codec, traffic)
+            started = flights.pop() if flights else None
+            encoded_NB = None if started else rows_across(rows_TD, codec, traffic)
 
         def move() -> Pending:
-            flight = under_way or self._leave(written, traffic)
+            flight = started or self._send_rows(encoded_NB, traffic)
 
-            def go_on() -> tuple[Crossing[Any], Pending | None]:
-                came_ND = codec.decode(flight.wait(), rows_TD.shape[1], rows_TD.dtype)
-                inner = spread(torch.cat([rows_TD, came_ND]))
+            def spread_pool() -> tuple[Crossing[Any], Pending | None]:
+                received_MD = codec.decode(flight.wait(), rows_TD.shape[1], rows_TD.dtype)
+                inner = spread(torch.cat([rows_TD, received_MD]))
                 return inner, inner.move()
 
-            beside = self._beside(go_on)
+            begun = self._start_on_lane(spread_pool)
 
             def finish() -> tuple[Crossing[Any], Any]:
                 with self._span(phase):
-                    inner, pending = beside.finish()
-                    arrived = None if pending is None else pending.finish()
-                    self._end(flight)
-                    return inner, arrived
+                    inner, pending = begun.finish()
+                    received = None if pending is None else pending.finish()
+                    self._finish(flight)
+                    return inner, received
 
-            return _UnderWay(beside, finish)
+            return _TwoTierMove(begun, finish)
 
-        def read_both(arrived: tuple[Crossing[Any], Any]) -> Any:
+        def read_inside(received: tuple[Crossing[Any], Any]) -> Any:
             with self._span(phase):
-                return read(arrived[0].read(arrived[1]))
+                return read(received[0].read(received[1]))
 
-        return Crossing(move, read_both)
+        return Crossing(move, read_inside)
 
-    def _coming(
+    def _crossing_back(
         self,
         phase: str,
         summing: Crossing[Any],
-        form: _Sums,
+        layout: _SumLayout,
         traffic: Traffic,
         num_tokens: int,
         read: Callable[[list[Tensor]], Any],
     ) -> Crossing[Any]:
-        """Sums made inside the node: those of other nodes' tokens go back to these, and those of the own
-        tokens are added up over the nodes, float32, for `read`."""
+        """The crossing that sums rows inside the node, sends the sums of received tokens back to their nodes,
+        and adds up the sums of this rank's own tokens over nodes, in float32.
+
+        summing: the crossing inside the node, whose result is one tensor over the pool, or a tuple of two.
+        read: takes the summed tensors of this rank's tokens, and returns this crossing's result.
+        """
 
         def move() -> Pending:
-            # Places for what comes are told before anyone waits for sums.
+            # Receives are posted before anyone waits for sums, so that no sender waits for its receiver.
             send, receive = traffic.splits_2W.tolist()
-            like = traffic.sent_tokens_N.new_empty(0, form.nbytes, dtype=torch.uint8)
+            like = traffic.sent_tokens_N.new_empty(0, layout.nbytes, dtype=torch.uint8)
             flight = self.tiers.rail.begin(ACROSS, "combine", like, send)
-            self._count(traffic, 1, like)
+            self._count_rail(traffic, 1, like)
 
-            def go_on() -> list[Tensor]:
-                sums = _complete(summing)
-                flight.send(form.write([of_pool[num_tokens:] for of_pool in sums]), receive)
+            def sum_inside() -> list[Tensor]:
+                sums = _sums_over_node(summing)
+                flight.send(layout.write([of_pool[num_tokens:] for of_pool in sums]), receive)
                 return [of_pool[:num_tokens] for of_pool in sums]
 
-            beside = self._summing(go_on)
+            begun = self._start_sums(sum_inside)
 
             def finish() -> tuple[list[Tensor], Tensor]:
                 with self._span(phase):
-                    return beside.finish(), self._end(flight)
+                    return begun.finish(), self._finish(flight)
 
-            return _UnderWay(beside, finish)
+            return _TwoTierMove(begun, finish)
 
-        def add_up(arrived: tuple[list[Tensor], Tensor]) -> Any:
+        def add_up(received: tuple[list[Tensor], Tensor]) -> Any:
             with self._span(phase):
-                both = zip(arrived[0], form.read(arrived[1]), strict=True)
-                return read([self._add(own, came, traffic) for own, came in both])
+                pairs = zip(received[0], layout.read(received[1]), strict=True)
+                return read([self._sum_nodes(own, of_others, traffic) for own, of_others in pairs])
 
         return Crossing(move, add_up)
 
-    def _summing(self, work: Callable[[], list[Tensor]]) -> Begun:
-        """Sums inside the node, beside the caller where ranks in it wait for each other.
+    def _start_sums(self, work: Callable[[], list[Tensor]]) -> Begun:
+        """Start the sums inside the node: on the lane, or on the caller's own stream if a node has one rank.
 
-        Alone on a node a rank waits for nobody in it; in a lane the sum's kernels would wait for the
-        multiprocessors behind products that the caller queues next, and the network with them.
+        A rank alone on its node waits for no other rank in it. On a lane its kernels would queue for
+        multiprocessors behind the products that the caller launches next, and delay the network.
         """
-        return Begun(result=torch.no_grad()(work)()) if self.tiers.nodes.size == 1 else self._beside(work)
+        if self.tiers.nodes.size == 1:
+            return Begun(result=torch.no_grad()(work)())
+        return self._start_on_lane(work)
 
-    def _beside(self, work: Callable[[], Any]) -> Begun:
+    def _start_on_lane(self, work: Callable[[], Any]) -> Begun:
         return self.tiers.lane.start(torch.no_grad()(work))
 
-    def _end(self, flight: Flight) -> Tensor:
-        """Returns what came over the network. Counts the bytes that the dispatcher inside sent, here on the
-        caller's thread."""
-        inside, self.listening.bytes_M = self.listening.bytes_M, []
+    def _finish(self, flight: Flight) -> Tensor:
+        """Wait for a flight, and return the rows that it received. Also count, on the caller's thread, the
+        bytes that the dispatcher inside has sent."""
+        inside, self.sent_inside.bytes_M = self.sent_inside.bytes_M, []
         for bytes_M in inside if self.observer.enabled else []:
             sent_W = torch.zeros(self.world_size, dtype=torch.int64, device="cpu")
             sent_W[list(self.tiers.bytes_inside.ranks)] = bytes_M
             self._count_sent(sent_W)
         return flight.finish()
 
-    def _count(self, traffic: Traffic, way: int, like: Tensor) -> None:
-        """Bytes to counterparts, by their rank."""
+    def _count_rail(self, traffic: Traffic, way: int, like: Tensor) -> None:
+        """Count the bytes sent to counterparts. way: 0 out, 1 back. like: rows as wide as those sent."""
         if not self.observer.enabled:
             return
         sent_W = torch.zeros(self.world_size, dtype=torch.int64, device="cpu")
@@ -451,9 +478,9 @@ class TieredDispatcher(BytesDispatcher):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Sums:
-    """How sums of a token cross back: `width` values as the codec writes them, and behind them `columns` of
-    float32, if any, as they are."""
+class _SumLayout:
+    """The layout of one token's sums on the wire: `width` values as the codec writes them, then `columns`
+    float32 values as they are (gradients of routing weights), if any."""
 
     codec: Codec
     width: int
@@ -467,28 +494,33 @@ class _Sums:
     def write(self, values: list[Tensor]) -> Tensor:
         return write(values, self.codec, self.dtype)
 
-    def read(self, came_NB: Tensor) -> list[Tensor]:
-        coded = came_NB.shape[1] - 4 * self.columns
-        values = [self.codec.decode(came_NB[:, :coded], self.width, self.dtype)]
+    def read(self, received_NB: Tensor) -> list[Tensor]:
+        """The sums, and the further columns if there are any."""
+        encoded = received_NB.shape[1] - 4 * self.columns
+        values = [self.codec.decode(received_NB[:, :encoded], self.width, self.dtype)]
         if self.columns:
-            values.append(from_bytes(came_NB[:, coded:], self.columns, torch.float32))
+            values.append(from_bytes(received_NB[:, encoded:], self.columns, torch.float32))
         return values
 
 
-def _complete(summing: Crossing[Any]) -> list[Tensor]:
-    """Sums over the ranks of the node, of its pool."""
+def _sums_over_node(summing: Crossing[Any]) -> list[Tensor]:
+    """Run a crossing inside the node to its end: the sums over the node's ranks, of every token of the
+    pool."""
     pending = summing.move()
     sums = summing.read(None if pending is None else pending.finish())
     return [*sums] if isinstance(sums, tuple) else [sums]
 
 
-class _UnderWay:
-    """A move of two tiers, the second of which begins without anyone waiting."""
+class _TwoTierMove:
+    """A `Pending` of both tiers. The second begins by itself when the first has arrived.
 
-    def __init__(self, beside: Begun, finish: Callable[[], Any]) -> None:
-        self.beside, self.finish = beside, finish
+    begun: the work on the lane; kept alive until the move is finished.
+    """
+
+    def __init__(self, begun: Begun, finish: Callable[[], Any]) -> None:
+        self.begun, self.finish = begun, finish
 
 
-def arriving(traffic: Traffic) -> int:
-    """Tokens in the pool that are other ranks'."""
+def num_received(traffic: Traffic) -> int:
+    """The number of tokens in the pool that came from other nodes."""
     return int(traffic.splits_2W[1].sum())

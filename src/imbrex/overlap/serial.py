@@ -48,9 +48,9 @@ class Serial:
         promise = not compiling and addend is None and surely_fit(experts)
         dispatched = exchange.dispatch(x_TD, routing, forms=experts.forms, promise=promise)
         keep = self.keep_rows or compiling
-        again = None if keep else exchange.dispatching_again(x_TD, dispatched)
+        redispatch = None if keep else exchange.redispatching(x_TD, dispatched)
         observer, layer = exchange.observer, exchange.layer
-        with observer.span("experts", layer=layer), again or nullcontext():
+        with observer.span("experts", layer=layer), redispatch or nullcontext():
             rows_RD = (
                 _watched(dispatched, experts, observer, layer) if observer.enabled else experts(dispatched)
             )
@@ -60,7 +60,7 @@ class Serial:
             # The gradient that combine gives them is a tensor of their own: they may write over it.
             give_away(experts, rows_RD)
         return Output(
-            y_TD=exchange.combine(rows_RD, dispatched.handle, added, weighted=weighted, again=again)
+            y_TD=exchange.combine(rows_RD, dispatched.handle, added, weighted=weighted, redispatch=redispatch)
         )
 
 

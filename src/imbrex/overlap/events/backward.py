@@ -121,7 +121,7 @@ class Backward:
         """Sums for the homes leave; those of the own tokens and their weights stay."""
         forward = self.forward
         codec = forward.wire.dispatch_backward
-        sums_PD = rows.reduce(d_rows_RD, batch.position_PK, None, forward.geometry.most_rows)
+        sums_PD = rows.reduce(d_rows_RD, batch.position_PK, None, forward.geometry.max_rows_per_token)
         scalars_PK = rows.pick_scalars(d_weights_R, batch.position_PK)
         own_TD = torch.zeros(self.d_y_TD.shape, dtype=torch.float32, device="cpu")
         own_TK = torch.zeros_like(forward.weights_TK)

@@ -226,7 +226,9 @@ class Forward(Call):
         observer, layer = self.exchange.observer, self.exchange.layer
         with observer.span("combine", layer=layer), torch.no_grad():
             weights_R = None if self.experts.applies_weights else batch.weights_R
-            sums_PD = rows.reduce(out_RD.detach(), batch.position_PK, weights_R, self.geometry.most_rows)
+            sums_PD = rows.reduce(
+                out_RD.detach(), batch.position_PK, weights_R, self.geometry.max_rows_per_token
+            )
             self.ledger.compute(ranks)
             for rank, sums_ND in zip(batch.ranks, sums_PD.split(batch.sizes), strict=True):
                 if rank == self.geometry.rank:
