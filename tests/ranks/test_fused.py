@@ -470,8 +470,8 @@ def run_auto(
         same = torch.equal(y_TD, serial_TD) and torch.equal(other_TD, serial_TD)
         assert calls == [True, False, True]  # roles, then both as called and queued
         assert "others' rows of narrow experts first and" in Fused(Roles(first=9)).reason(exchange)
-        assert strategy.fuses_in_graphs is isinstance(strategy._running[exchange], Fused)
-        return strategy._running[exchange].name, strategy.reason(exchange), fused.reason(exchange), same
+        assert strategy.fuses_in_graphs is isinstance(strategy._chosen[exchange], Fused)
+        return strategy._chosen[exchange].name, strategy.reason(exchange), fused.reason(exchange), same
 
 
 @pytest.mark.parametrize(

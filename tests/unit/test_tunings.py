@@ -14,7 +14,7 @@ from imbrex.contracts import Roles
 from imbrex.launch import netlab
 from imbrex.overlap import tunings
 from imbrex.overlap.decision import Decision, Gains, roles_as_json, roles_of_json
-from imbrex.overlap.tuner import bucket, faster
+from imbrex.overlap.tuner import bucket, fastest
 from imbrex.overlap.tunings import Tunings
 from imbrex.schedule.choice import Choice
 
@@ -29,7 +29,7 @@ def test_what_is_kept_comes_back(tmp_path: Path) -> None:
     reading = kept.read("fused", SUBJECT, roles_of_json)
     assert reading.value == VALUE
     assert reading.value is not None
-    assert reading.complaint is None
+    assert reading.problem is None
     assert roles_of_json(reading.value) == Roles(stage=64)
     for roles in (Roles(dy=0), Roles(first=12)):
         assert roles_of_json(roles_as_json(roles, {})) == roles
@@ -71,9 +71,9 @@ def test_what_is_no_result_is_ignored_with_a_sentence(tmp_path: Path, content: A
     path.write_text(content, encoding="latin-1")
     reading = kept.read("fused", SUBJECT, roles_of_json)
     assert reading.value is None
-    assert reading.complaint is not None
-    assert reading.complaint.startswith(f"{path} was ignored: ")
-    assert why in reading.complaint
+    assert reading.problem is not None
+    assert reading.problem.startswith(f"{path} was ignored: ")
+    assert why in reading.problem
     assert kept.write("fused", SUBJECT, VALUE) is None
     assert kept.read("fused", SUBJECT, roles_of_json).value == VALUE
 
@@ -81,10 +81,10 @@ def test_what_is_no_result_is_ignored_with_a_sentence(tmp_path: Path, content: A
 def test_a_folder_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     kept = Tunings(tmp_path / "file" / "tuned")
-    complaint = kept.write("fused", SUBJECT, VALUE)
-    assert complaint is not None
-    assert complaint.startswith(f"{kept.path_of('fused', SUBJECT)} could not be written (")
-    assert "cannot be read" in (kept.read("fused", SUBJECT, roles_of_json).complaint or "")
+    problem = kept.write("fused", SUBJECT, VALUE)
+    assert problem is not None
+    assert problem.startswith(f"{kept.path_of('fused', SUBJECT)} could not be written (")
+    assert "cannot be read" in (kept.read("fused", SUBJECT, roles_of_json).problem or "")
 
 
 def write_often(folder: Path, number: int) -> None:
@@ -102,7 +102,7 @@ def test_of_several_writers_the_last_ones_file_is_whole(tmp_path: Path) -> None:
     seen = set()
     while any(writer.is_alive() for writer in writers):
         reading = Tunings(tmp_path).read("fused", SUBJECT, roles_of_json)
-        assert reading.complaint is None
+        assert reading.problem is None
         seen.add(reading.value and reading.value["stage"])
     for writer in writers:
         writer.join()
@@ -117,14 +117,14 @@ CHOICE = Choice(scheduler="exact", degree=3, forward=1.5, backward=2.5)
 DECISION = Decision(
     choice=CHOICE,
     seconds=(SECONDS, SECONDS | {"weights": 1.0}),
-    gains=Gains(device=1.05, called=1.0, over="serial"),
+    gains=Gains(device=1.05, host=1.0, baseline="serial"),
 )
 
 
 def test_a_decision_comes_back_with_its_order() -> None:
     again = Decision.of_json(json.loads(json.dumps(DECISION.as_json())))
     assert again == DECISION
-    assert again.order().orders() == DECISION.order().orders()
+    assert again.pipelined().orders() == DECISION.pipelined().orders()
     assert again.name == "exact-3"
 
 
@@ -138,8 +138,8 @@ def test_a_decision_comes_back_with_its_order() -> None:
         ({"backward_s": float("nan")}, "nan is no time"),
         ({"tasks_s": {"forward": SECONDS, "backward": {}}}, "encode_out"),
         ({"tasks_s": {"forward": SECONDS | {"tea": 1.0}, "backward": SECONDS}}, "tea"),
-        ({"fused": {"device": "fast", "called": 1.0, "over": "serial"}}, "'fast' is no time"),
-        ({"fused": {"device": 1.1, "called": 1.0}}, "over"),
+        ({"fused": {"device": "fast", "host": 1.0, "baseline": "serial"}}, "'fast' is no time"),
+        ({"fused": {"device": 1.1, "host": 1.0}}, "baseline"),
     ],
 )
 def test_what_is_no_decision_is_refused(change: dict[str, Any], why: str) -> None:
@@ -147,14 +147,14 @@ def test_what_is_no_decision_is_refused(change: dict[str, Any], why: str) -> Non
         Decision.of_json(DECISION.as_json() | change)
 
 
-def test_what_is_fastest_without_fused_is_what_it_gains_over() -> None:
+def test_fused_gains_over_the_fastest_without_it() -> None:
     device = {"serial": (1.0, 2.0), "exact-3": (2.0, 2.0), "fused": (1.0, 1.5)}
-    called = {"serial": (4.0, 4.0), "exact-3": (3.0, 3.0), "fused": (4.0, 6.0)}
-    gains = Gains.of(device, called, "fused")
-    assert gains == Gains(device=1.2, called=0.8, over="serial")
-    assert replace(DECISION, gains=gains).apart().name == "serial"
-    assert replace(DECISION, gains=replace(gains, over="exact-3")).apart().name == "exact-3"
-    assert replace(DECISION, gains=None).apart().name == "exact-3"
+    host = {"serial": (4.0, 4.0), "exact-3": (3.0, 3.0), "fused": (4.0, 6.0)}
+    gains = Gains.of(device, host, "fused")
+    assert gains == Gains(device=1.2, host=0.8, baseline="serial")
+    assert replace(DECISION, gains=gains).without_fused().name == "serial"
+    assert replace(DECISION, gains=replace(gains, baseline="exact-3")).without_fused().name == "exact-3"
+    assert replace(DECISION, gains=None).without_fused().name == "exact-3"
 
 
 def test_tokens_are_tuned_in_powers_of_two() -> None:
@@ -163,7 +163,7 @@ def test_tokens_are_tuned_in_powers_of_two() -> None:
 
 def test_the_default_stays_where_nothing_gains_a_hundredth() -> None:
     seconds = {"default": (1.0, 1.0), "other": (0.995, 0.98)}
-    assert [faster(seconds, side, "default") for side in (0, 1)] == ["default", "other"]
+    assert [fastest(seconds, side, "default") for side in (0, 1)] == ["default", "other"]
 
 
 def test_the_network_of_netlab_is_told_apart() -> None:

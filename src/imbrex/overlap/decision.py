@@ -1,4 +1,4 @@
-"""Decisions of `auto` for a layer, in values that a file can hold."""
+"""The decision of `auto` for a layer, as values that a JSON file can hold."""
 
 from __future__ import annotations
 
@@ -16,33 +16,38 @@ from imbrex.schedule.tasks import Kind, Times, tasks
 
 SERIAL, FUSED = "serial", "fused"
 MOST_BLOCKS = 1024
-"""No GPU has so many multiprocessors."""
+"""The most blocks of a role that a file may name; no GPU has so many multiprocessors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gains:
-    """How many times as fast `fused` is as what is the fastest without it, forward and backward together.
+    """How many times as fast `fused` is as the fastest other strategy, forward and backward together.
 
-    device: by the device's clock, with the work queued ahead, as in a CUDA graph or behind other layers.
-    called: by the host's, from the call until the device is done. over: that fastest, `serial` or an order.
+    device: by the device's clock, with all work queued ahead, as in a CUDA graph or behind other layers.
+    host: by the host's clock, from the call until the device is done. baseline: the name of the fastest other
+        strategy by the device's clock, `serial` or an order of chunks.
     """
 
     device: float
-    called: float
-    over: str
+    host: float
+    baseline: str
 
     @staticmethod
-    def of(device: Mapping[str, Sequence[float]], called: Mapping[str, Sequence[float]], fused: str) -> Gains:
-        """The gains of `fused`, from the seconds of each by both clocks; by the device's one is fastest."""
-        over = min((name for name in device if name != fused), key=lambda name: sum(device[name]))
-        ratios = [sum(seconds[over]) / sum(seconds[fused]) for seconds in (device, called)]
-        return Gains(device=ratios[0], called=ratios[1], over=over)
+    def of(device: Mapping[str, Sequence[float]], host: Mapping[str, Sequence[float]], fused: str) -> Gains:
+        """The gains of the strategy named `fused`, from the seconds (forward, backward) of every strategy."""
+        baseline = min((name for name in device if name != fused), key=lambda name: sum(device[name]))
+        ratios = [sum(seconds[baseline]) / sum(seconds[fused]) for seconds in (device, host)]
+        return Gains(device=ratios[0], host=ratios[1], baseline=baseline)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The best order of chunks, the seconds of tasks that it was made for by kind, forward and backward, and
-    what `fused` gains over it, where it can run."""
+    """The fastest order of chunks, and whether `fused` is faster still.
+
+    choice: the scheduler and the number of chunks. seconds: for the forward and the backward, the seconds of
+        a chunk's task of every kind, from which the scheduler made the order. gains: of `fused`; `None` if
+        the layer cannot be fused.
+    """
 
     choice: Choice
     seconds: tuple[Mapping[str, float], Mapping[str, float]]
@@ -50,6 +55,7 @@ class Decision:
 
     @staticmethod
     def of(choice: Choice, profile: Profile) -> Decision:
+        """The decision for a choice that was made from `profile`."""
         forward, backward = (
             {task.kind.name: seconds for task, seconds in times.items() if task.chunk == 0}
             for times in profile.even_times(choice.degree)
@@ -58,16 +64,16 @@ class Decision:
 
     @property
     def name(self) -> str:
-        """The order's."""
+        """The name of the order of chunks, as in `optsche-4`."""
         return f"{self.choice.scheduler}-{self.choice.degree}"
 
-    def apart(self) -> Strategy:
-        """The fastest without fused kernels."""
-        return Serial() if self.gains is not None and self.gains.over == SERIAL else self.order()
+    def without_fused(self) -> Strategy:
+        """The fastest strategy without fused kernels."""
+        return Serial() if self.gains is not None and self.gains.baseline == SERIAL else self.pipelined()
 
-    def order(self) -> Pipelined:
-        """The best order, the same from the same values on every rank."""
-        forward, backward = (_times(of, self.choice.degree) for of in self.seconds)
+    def pipelined(self) -> Pipelined:
+        """The fastest order of chunks, as a strategy. Equal decisions give equal orders."""
+        forward, backward = (_times(seconds, self.choice.degree) for seconds in self.seconds)
         return Pipelined(self.choice.scheduler, self.choice.degree, times=(forward, backward))
 
     def as_json(self) -> dict[str, Any]:
@@ -81,7 +87,7 @@ class Decision:
 
     @staticmethod
     def of_json(value: Mapping[str, Any]) -> Decision:
-        """The decision. Raises ValueError, TypeError or KeyError for what is none."""
+        """The decision that a file holds. Raises ValueError, TypeError or KeyError if it holds none."""
         scheduler, degree = value["scheduler"], _whole(value["degree"], MOST_CHUNKS)
         find(scheduler)
         choice = Choice(
@@ -91,14 +97,14 @@ class Decision:
             backward=_positive(value["backward_s"]),
         )
         forward, backward = (
-            {Kind[name].name: _positive(seconds) for name, seconds in value["tasks_s"][side].items()}
-            for side in ("forward", "backward")
+            {Kind[name].name: _positive(seconds) for name, seconds in value["tasks_s"][direction].items()}
+            for direction in ("forward", "backward")
         )
         fused = value["fused"]
         gains = None
         if fused is not None:
-            ratios = {name: _positive(fused[name]) for name in ("device", "called")}
-            gains = Gains(**ratios, over=str(fused["over"]))
+            ratios = {name: _positive(fused[name]) for name in ("device", "host")}
+            gains = Gains(**ratios, baseline=str(fused["baseline"]))
         decision = Decision(choice=choice, seconds=(forward, backward), gains=gains)
         for seconds in (forward, backward):
             _times(seconds, degree)
@@ -106,14 +112,14 @@ class Decision:
 
 
 def roles_as_json(roles: Roles, seconds: Mapping[Roles, Sequence[float]]) -> dict[str, Any]:
-    """Roles, with the seconds, forward and backward, of all that were tried."""
+    """Roles as JSON, with the seconds (forward, backward) of all that were timed, for people to read."""
     tried = [[of.stage, of.sums, of.dy, of.first, *both] for of, both in seconds.items()]
     names = "stage", "sums", "dy", "first"
     return {name: getattr(roles, name) for name in names} | {"tried": tried}
 
 
 def roles_of_json(value: Mapping[str, Any]) -> Roles:
-    """The roles. Raises ValueError, TypeError or KeyError for what is none."""
+    """The roles that a file holds. Raises ValueError, TypeError or KeyError if it holds none."""
     stage, sums, first = (
         None if value[n] is None else _whole(value[n], MOST_BLOCKS) for n in ("stage", "sums", "first")
     )
@@ -121,12 +127,13 @@ def roles_of_json(value: Mapping[str, Any]) -> Roles:
 
 
 def _times(seconds: Mapping[str, float], degree: int) -> Times:
+    """The time of every task of `degree` equal chunks, from the seconds of a task of every kind."""
     return {task: seconds[task.kind.name] for task in tasks(degree, weights=Kind.weights.name in seconds)}
 
 
-def _whole(number: Any, most: int) -> int:
-    if type(number) is not int or not 1 <= number <= most:
-        raise ValueError(f"{number!r} is no number from 1 to {most}")
+def _whole(number: Any, largest: int) -> int:
+    if type(number) is not int or not 1 <= number <= largest:
+        raise ValueError(f"{number!r} is no number from 1 to {largest}")
     return number
 
 

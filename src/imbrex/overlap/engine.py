@@ -1,4 +1,4 @@
-"""Runs an order of tasks: computes on this thread, and keeps moves under way beside it."""
+"""Runs the tasks of a layer in a given order: computing tasks on this thread, moves at the same time."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from imbrex.contracts import Pending
 from imbrex.schedule.tasks import MOVES, Kind, Order
 
 Clock = Callable[[Kind, Callable[[], Any]], Any]
-"""Runs all tasks of a kind; a profiler's measures them."""
+"""Runs a function that does all tasks of a kind, and times it."""
 AFTER_MOVES = (Kind.decode_out, Kind.decode_back)
 
 
 class Work(Protocol):
-    """The steps of all chunks in one direction, forward or backward; the backward has `weights` besides."""
+    """The tasks of one direction, forward or backward, each for one chunk. The names are those of `Kind`; the
+    backward also has `weights`."""
 
     def encode_out(self, chunk: int) -> Any: ...
     def move_out(self, chunk: int) -> Pending | None: ...
@@ -26,15 +27,16 @@ class Work(Protocol):
 
 
 def execute(order: Order, work: Work) -> None:
-    """Every rank must be given the same `order.moves`: that is the order of its collectives.
+    """Run all tasks of an order.
 
-    A move starts when the task before it is over and all moves before it have started; the network's own
-    queue keeps them apart. The task after it waits for it.
+    A move starts as soon as the task that it depends on (`task.before`) has run and all earlier moves have
+    started; the network does them one after the other. The task that depends on a move waits for it. Moves
+    are collectives, so `order.moves` must be the same on every rank.
     """
-    moves, over, pending = list(order.moves), set(), {}
+    moves, completed, pending = list(order.moves), set(), {}
 
     def start_moves() -> None:
-        while moves and moves[0].before in over:
+        while moves and moves[0].before in completed:
             task = moves.pop(0)
             pending[task] = getattr(work, task.kind.name)(task.chunk)
 
@@ -43,17 +45,22 @@ def execute(order: Order, work: Work) -> None:
         step = getattr(work, task.kind.name)
         if before is not None and before.is_move:
             assert before in pending, "the order was not checked"
-            under_way = pending.pop(before)
-            step(task.chunk, None if under_way is None else under_way.finish())
+            started = pending.pop(before)
+            step(task.chunk, None if started is None else started.finish())
         else:
             step(task.chunk)
-        over.add(task)
+        completed.add(task)
         start_moves()
 
 
 def execute_timed(degree: int, work: Work, clock: Clock, *, weights: bool = False) -> None:
-    """Every kind of task for all chunks under the clock, nothing beside it. The moves of all chunks are under
-    way together: alone, one that fits into a buffer on its way would look faster than the network is."""
+    """Run and time the tasks kind by kind, each kind for all chunks, with nothing else at the same time.
+
+    All moves of a kind are started together. A single small move would look faster than the network is,
+    because it fits into a buffer.
+
+    weights: whether to run the tasks `weights`, which only the backward has.
+    """
     chunks, received = range(degree), {}
 
     def move(step: Callable[[int], Pending | None]) -> None:

@@ -1,13 +1,13 @@
-"""Crossings in the products' kernels: rows come beside gate and up, dx goes home beside weights' gradients.
+"""The strategy `fused`: kernels move rows between GPUs while they compute the experts' products.
 
-step                 serial                               fused
-rows out, gate/up    route and pull | product             route and stage | rows and product
-down, y home         product | sums                       one launch, of the widest experts, or by roles
-dy out, down back    pull | product                       stage | rows and product
-dx home              product, product | sums              one launch
+step                 serial                                 fused
+rows out, gate/up    route and pull, then the product       route and stage, then rows and product in one
+down, y home         product, then sums                     one launch for the widest experts, or by roles
+dy out, down back    pull, then the product                 stage, then rows and product in one
+dx home              two products, then sums                one launch
 
-The numbers are those of `serial`, to the bit, also in a compiled graph, where the layer is one operator. See
-docs/fused-kernels.md for what a kernel does when.
+The results have the bits of `serial`, also in a compiled graph, where the layer is one operator.
+docs/fused-kernels.md says what each kernel does.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from imbrex.overlap.tuner import tuner_of
 
 
 class Fused(Pipelined):
-    """The whole batch at once, by kernels that move rows and multiply; serially where there are none.
+    """Runs the batch in one piece, by kernels that both move rows and multiply. If the exchange or the
+    experts have no such kernels, it runs serially; `reason` says which, and why.
 
-    `reason` says which, and why. Every rank must come to the same: experts and exchange are alike on all.
-    Inside a compiled graph imbrex's own experts in bfloat16 run so too, as one operator; others serially.
+    Exchange and experts must be of the same kind on every rank, so that all ranks come to the same result. In
+    a compiled graph the layer is fused if it has imbrex's own experts in bfloat16, otherwise it is serial.
 
-    roles: which blocks do what; `None`: as was tuned for such a layer (`imbrex tune`, `schedule='auto'`),
-        else the default. They change no bit. A compiled graph has those that a call outside has found.
+    roles: which blocks of the kernels do what; no bit depends on them. `None`: those tuned for such a layer
+        by `imbrex tune` or `schedule='auto'`, otherwise the default ones. A compiled graph uses those that
+        the exchange has from a call outside of the graph.
     """
 
     fuses = True
@@ -42,19 +44,21 @@ class Fused(Pipelined):
     def __init__(self, roles: Roles | None = None) -> None:
         super().__init__("optsche", 1, name="fused")
         self.roles = roles
-        self._experts: weakref.WeakKeyDictionary[RowExchange, str | None] = weakref.WeakKeyDictionary()
+        self._why_not_experts: weakref.WeakKeyDictionary[RowExchange, str | None] = (
+            weakref.WeakKeyDictionary()
+        )
         self._origins: weakref.WeakKeyDictionary[RowExchange, str] = weakref.WeakKeyDictionary()
 
     def reason(self, exchange: RowExchange) -> str:
-        why_not = why_not_exchange(exchange) or self._experts.get(exchange)
+        why_not = why_not_exchange(exchange) or self._why_not_experts.get(exchange)
         if why_not is not None:
             return f"runs serially: {why_not}"
-        does = "rows come beside gate and up, dx goes home beside the weights' gradients"
+        description = "rows come beside gate and up, dx goes home beside the weights' gradients"
         dy = "before" if (self.roles or exchange.dispatcher.roles).dy == 0 else "beside"
-        does = f"{does}, dy comes {dy} the gradient through down"
-        return f"asked for: {does}; {self._about_roles(exchange)}"
+        description = f"{description}, dy comes {dy} the gradient through down"
+        return f"asked for: {description}; {self._describe_roles(exchange)}"
 
-    def _about_roles(self, exchange: RowExchange) -> str:
+    def _describe_roles(self, exchange: RowExchange) -> str:
         roles, origin = self.roles or exchange.dispatcher.roles, self._origins.get(exchange)
         numbers = ", ".join(
             f"{what} by {'default' if blocks is None else f'{blocks} blocks'}"
@@ -76,16 +80,16 @@ class Fused(Pipelined):
         if torch.compiler.is_compiling():
             return run_in_graph(*arguments)
         why_not = why_not_experts(experts)
-        self._experts[exchange] = why_not
+        self._why_not_experts[exchange] = why_not
         if why_not is not None or why_not_exchange(exchange) is not None:
             return Serial().run(*arguments)
         if self.roles is None and exchange not in self._agreed:
-            # Where orders are compared, once an exchange: ranks that disagree hear of it there.
+            # Ranks compare their schedules here, before they exchange anything else for tuning.
             self._agree(exchange)
-            tuner = tuner_of(exchange, experts, x_TD, fuses=True, keeps=True, renews=False)
-            recalled = tuner.recall("fused", roles_of_json)
-            exchange.dispatcher.roles = recalled.value or Roles()
-            self._origins[exchange] = recalled.origin
+            tuner = tuner_of(exchange, experts, x_TD, fuses=True, uses_files=True, renews=False)
+            stored = tuner.load("fused", roles_of_json)
+            exchange.dispatcher.roles = stored.value or Roles()
+            self._origins[exchange] = stored.origin
         return super().run(*arguments)
 
 
@@ -96,7 +100,8 @@ def run_in_graph(
     experts: Experts,
     addend: Callable[[], Tensor] | None,
 ) -> Output:
-    """`Fused.run` while somebody compiles: one operator where the experts are imbrex's own, else serially."""
+    """Run the layer while it is compiled: as one operator for imbrex's own experts in bfloat16, otherwise
+    serially."""
     fit = x_TD.dtype == torch.bfloat16 and RowForm.UNDER_WAY in experts.forms
     own = fit and isinstance(experts, Ours) and experts.gradient_sums is None
     if not own or why_not_exchange(exchange) is not None:
@@ -108,7 +113,7 @@ def run_in_graph(
 
 
 def why_not_exchange(exchange: RowExchange) -> str | None:
-    """Why crossings of this exchange cannot be part of a product's kernel, or `None`."""
+    """Why the products' kernels cannot move the rows of this exchange, or `None`."""
     if exchange.dispatcher.why_not_form(RowForm.UNDER_WAY) is None:
         return None
     if exchange.world_size == 1:
@@ -117,7 +122,7 @@ def why_not_exchange(exchange: RowExchange) -> str | None:
 
 
 def why_not_experts(experts: Experts) -> str | None:
-    """Why these experts cannot bring their rows themselves, or `None`."""
+    """Why the kernels of these experts cannot move rows, or `None`."""
     if RowForm.UNDER_WAY in experts.forms:
         return None
     return "these experts cannot bring their rows: it takes implementation='kernels', D and F multiples of 8"

@@ -1,4 +1,4 @@
-"""Times the tasks of a layer one after the other, some beside each other, and then the layer whole."""
+"""Measures a layer: its tasks one by one, computing and moving at the same time, and whole runs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from imbrex.schedule.profile import Profile
 from imbrex.schedule.tasks import Kind
 
 PAUSE_CYCLES = 20_000_000
-"""A pause of about ten milliseconds: more than a slow host takes to queue a forward, or a backward."""
+"""The device waits about ten milliseconds, longer than a slow host takes to queue a forward or a backward."""
 TASK_REPEATS = 3
-"""Repeats of single tasks: whole runs correct what they miss."""
+"""The number of measurements of single tasks. Few are enough, since whole runs correct the predictions."""
 
 Name = TypeVar("Name")
 Seconds = dict[tuple[bool, str], float]
@@ -45,10 +45,17 @@ def measure(
     scheduler: str | None = None,
     repeats: int = 5,
 ) -> Profile:
-    """Time every task at the size it has with each number of chunks, alone, ranks in step; then some of them
-    beside each other; then the layer whole with each number of chunks, in the orders that would be chosen.
-    Call it on all ranks. Seconds are the median of `repeats` after one for warming up, each of the slowest
-    rank; of single tasks, of 3. Gradients are computed and dropped. scheduler: the only one to choose."""
+    """Measure a layer, forward and backward. Collective. Gradients are computed and dropped.
+
+    1. Every kind of task alone, with all ranks in step, for each number of chunks in `degrees`.
+    2. The experts' products while rows move, because the two slow each other down.
+    3. The whole layer, in every order that could be chosen. `Profile.whole` holds by how much these runs are
+       slower than predicted.
+
+    Each time is the median of `repeats` runs (3 for single tasks) after one for warming up, of the slowest
+    rank in each run. parameters: the experts' trained parameters. scheduler: the only one that may be chosen;
+    by default all.
+    """
     tokens = int(exchange.transport.exchange_counts(words(x_TD.shape[0])).max())
     layer = _Layer(exchange=exchange, experts=experts, x_TD=x_TD, routing=routing, parameters=parameters)
     samples: dict[bool, dict[str, list[tuple[float, float]]]] = {False: {}, True: {}}
@@ -73,35 +80,42 @@ def compare(
     *,
     queued: bool = False,
 ) -> dict[Name, tuple[float, float]]:
-    """Seconds (forward, backward) of a layer with every strategy, in turn: medians of the slowest rank, the
-    same on all. Call it on all ranks. Gradients are computed and dropped. queued: by a GPU's clock, which
-    waits until the host has queued the work; else from the call until the device is done."""
+    """Seconds (forward, backward) of a layer with every strategy, measured in turns. Collective. Gradients
+    are computed and dropped.
+
+    Each time is the median of `repeats` runs, of the slowest rank in each run; the same on all ranks.
+    queued: measure by the GPU's clock, with all work queued before it starts; otherwise by the host's, from
+    the call until the device is done.
+    """
     layer = _Layer(exchange=exchange, experts=experts, x_TD=x_TD, routing=routing, parameters=parameters)
     return replace(layer, queued=queued).time_whole(strategies, repeats)
 
 
 def _contention(layer: _Layer) -> Contention:
-    once = layer.slowest([layer.time_beside() for _ in range(2)])
-    often = max(1, min(32, round(once[False, "move"] / max(once[False, "compute"], 1e-6))))
-    seconds = layer.slowest([layer.time_beside(often) for _ in range(TASK_REPEATS)])
+    """How much computing and moving slow each other down. The experts are repeated until they take about as
+    long as the moves."""
+    once = layer.slowest([layer.time_contention() for _ in range(2)])
+    repeats = max(1, min(32, round(once[False, "move"] / max(once[False, "compute"], 1e-6))))
+    seconds = layer.slowest([layer.time_contention(repeats) for _ in range(TASK_REPEATS)])
     return fit(*(seconds[False, name] for name in ("compute", "move", "beside", "together")))
 
 
 def _corrections(
     layer: _Layer, profile: Profile, degrees: Sequence[int], scheduler: str | None, repeats: int
 ) -> dict[tuple[str, int], tuple[float, float]]:
-    """Corrections of what tasks alone do not show, from whole runs of every candidate in turn.
+    """The measured over the predicted time, (forward, backward), of every candidate (scheduler, chunks).
 
-    The least of several noisy times is too small, and the more so the more there are. So the fastest is run
-    again by itself, and what that says counts; if another is the fastest then, that one is, and so on.
+    All candidates run in turns. The minimum of several noisy times is biased: it is too small, and more so
+    for more candidates. So the fastest candidate is measured again by itself, and that time counts. If
+    another candidate is then the fastest, it is measured again too, and so on.
     """
     predictions = [predict(profile, name, r) for r in degrees for name in candidates(r, scheduler)]
     guesses = {(g.scheduler, g.degree): g for g in predictions}
     strategies = {key: Pipelined(*key, times=profile.even_times(key[1])) for key in guesses}
-    seconds, again = layer.time_whole(strategies, repeats), set[tuple[str, int]]()
-    while (best := min(seconds, key=lambda key: sum(seconds[key]))) not in again:
+    seconds, repeated = layer.time_whole(strategies, repeats), set[tuple[str, int]]()
+    while (best := min(seconds, key=lambda key: sum(seconds[key]))) not in repeated:
         seconds |= layer.time_whole({best: strategies[best]}, repeats)
-        again.add(best)
+        repeated.add(best)
     return {
         key: (_ratio(seconds[key][0], guess.forward), _ratio(seconds[key][1], guess.backward))
         for key, guess in guesses.items()
@@ -114,7 +128,7 @@ def _ratio(measured: float, predicted: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Layer:
-    """The layer to measure."""
+    """A layer to measure, and its inputs. queued: as in `compare`."""
 
     exchange: RowExchange
     experts: Experts
@@ -128,19 +142,20 @@ class _Layer:
         span = partial(exchange.observer.span, "measure", layer=exchange.layer)
         return _Clock(exchange.transport.exchange_counts, self.x_TD.device, span)
 
-    def begin(self, degree: int) -> Forward:
+    def plan(self, degree: int) -> Forward:
+        """Plan a forward in `degree` equal chunks."""
         tokens = self.x_TD.shape[0]
         even = [tokens // degree + (c < tokens % degree) for c in range(degree)]
-        # As a strategy does before it plans.
+        # A strategy does this before it plans, too.
         self.exchange.dispatcher.check_in(self.x_TD, self.routing, before=degree)
         inputs = self.exchange, self.experts, self.x_TD, self.routing, None, even
-        return _InTurn(*inputs, keep=True, defer=True)
+        return _ForwardInTurn(*inputs, keep=True, defer=True)
 
     @torch.no_grad()
     def time_tasks(self, degree: int) -> Seconds:
-        """Seconds by kind of task, summed over the chunks, one task after the other."""
+        """Seconds of every kind of task, summed over the chunks, with one task at a time."""
         clock = self.clock()
-        forward: Any = clock.timed("plan", lambda: self.begin(degree))
+        forward: Any = clock.time("plan", lambda: self.plan(degree))
         execute_timed(degree, forward, clock)
         clock.backward = True
         work = Backward(forward, torch.ones_like(self.x_TD), self.parameters, [True] * len(self.parameters))
@@ -150,7 +165,7 @@ class _Layer:
     def time_whole(
         self, strategies: Mapping[Name, Strategy], repeats: int
     ) -> dict[Name, tuple[float, float]]:
-        """Seconds (forward, backward) of every strategy, all in turn."""
+        """Seconds (forward, backward) of every strategy; the strategies run in turns."""
         runs: list[Seconds] = []
         for _ in range(repeats + 1):
             runs.append({})
@@ -167,20 +182,20 @@ class _Layer:
         x_TD, weights_TK = (t.detach().requires_grad_() for t in (self.x_TD, self.routing.weights_TK))
         routing = Routing(ids_TK=self.routing.ids_TK, weights_TK=weights_TK)
         run = partial(strategy.run, x_TD, routing, self.exchange, self.experts, None)
-        y_TD = clock.timed("whole", lambda: run().y_TD)
+        y_TD = clock.time("whole", lambda: run().y_TD)
         clock.backward = True
-        # Not `backward`, which would leave gradients with the caller's parameters.
+        # Not `y_TD.backward`, which would add gradients to the caller's parameters.
         leaves = [x_TD, weights_TK, *self.parameters]
-        clock.timed(
+        clock.time(
             "whole", lambda: torch.autograd.grad(y_TD, leaves, torch.ones_like(y_TD), allow_unused=True)
         )
         return clock.seconds
 
     @torch.no_grad()
-    def time_beside(self, repeats: int = 1) -> Seconds:
-        """The experts of one of two chunks, as often as given, and all rows twice; alone and beside each
-        other."""
-        work, clock = self.begin(2), self.clock()
+    def time_contention(self, repeats: int = 1) -> Seconds:
+        """Seconds of the experts of one of two chunks, run `repeats` times (`compute`), of moving all rows
+        twice (`move`), and of both at the same time (`together`), in which the experts take `beside`."""
+        work, clock = self.plan(2), self.clock()
         moves = []
         for number, chunk in enumerate(work.chunks):
             work.encode_out(number)
@@ -189,7 +204,7 @@ class _Layer:
         pending: Any = work.move_out(0)
         work.decode_out(0, pending.finish())
 
-        def begin() -> list[Any]:
+        def start_moves() -> list[Any]:
             return [move() for move in (*moves, *moves)]
 
         def compute() -> None:
@@ -198,21 +213,21 @@ class _Layer:
 
         def both() -> None:
             before = time.perf_counter()
-            pending = begin()
+            pending = start_moves()
             compute()
-            clock.settle()
+            clock.synchronize()
             clock.seconds[False, "beside"] = time.perf_counter() - before
             for move in pending:
                 move.finish()
 
-        clock.timed("compute", compute)
-        clock.timed("move", lambda: [move.finish() for move in begin()])
-        clock.timed("together", both)
+        clock.time("compute", compute)
+        clock.time("move", lambda: [move.finish() for move in start_moves()])
+        clock.time("together", both)
         return clock.seconds
 
     def slowest(self, runs: Sequence[Seconds]) -> Seconds:
-        """The median over runs of each run's slowest rank: the same on every rank. Not the slowest rank's
-        median, which is less: another rank is slow in every run."""
+        """The median over runs of each run's slowest rank; the same on every rank. The slowest rank's median
+        would be less, because not the same rank is slowest in every run. Collective."""
         keys = sorted(runs[0])
         nanoseconds = torch.stack([words(*(int(1e9 * run[key]) for key in keys)) for run in runs])
         slowest_N = self.exchange.transport.exchange_counts(nanoseconds.flatten()).max(0).values
@@ -220,14 +235,19 @@ class _Layer:
         return {key: 1e-9 * statistics.median(of) for key, of in zip(keys, by_key, strict=True)}
 
 
-class _InTurn(Forward):
-    """Chunks whose rows leave with their move and never with the plan, since both are timed."""
+class _ForwardInTurn(Forward):
+    """A forward whose rows are sent by the moves, never together with the plan, because both are timed."""
 
     in_turn = True
 
 
 class _Clock:
-    """Seconds by kind, summed over chunks; all ranks start a task together. span: makes the span of one."""
+    """Sums up seconds by name; all ranks start what is timed together.
+
+    gather: gathers a message of all ranks, on which they wait for each other. span: makes the span in which
+    the observer records a measurement. backward: whether the next measurements are of the backward. queued:
+    as in `compare`.
+    """
 
     def __init__(
         self,
@@ -240,30 +260,31 @@ class _Clock:
         self.seconds: Seconds = {}
 
     def __call__(self, kind: Kind, step: Callable[[], Any]) -> Any:
-        return self.timed(kind.name, step)
+        return self.time(kind.name, step)
 
-    def timed(self, name: str, step: Callable[[], Any]) -> Any:
+    def time(self, name: str, step: Callable[[], Any]) -> Any:
+        """Run a step, add its seconds to those of `name`, and return its result."""
         result: list[Any] = []
         with self.span():
-            self._wait()
+            self._align_ranks()
             if self.queued:
                 seconds = 1e-6 * device_microseconds(lambda: result.append(step()), PAUSE_CYCLES)
             else:
                 begin = time.perf_counter()
                 result.append(step())
-                self.settle()
+                self.synchronize()
                 seconds = time.perf_counter() - begin
         key = self.backward, name
         self.seconds[key] = self.seconds.get(key, 0.0) + seconds
         return result[0]
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         if self.device.type == "cuda":
-            # host sync: a profile measures what the device does
+            # host sync: a measurement ends when the device is done
             torch.cuda.synchronize(self.device)
 
-    def _wait(self) -> None:
-        self.settle()
+    def _align_ranks(self) -> None:
+        self.synchronize()
         self.gather(words(0))
 
 

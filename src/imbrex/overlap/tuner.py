@@ -1,9 +1,9 @@
-"""Results of tuning for one layer, the same on all of its ranks: the first rank's, spread.
+"""Tuning results of one layer, stored and loaded so that all of its ranks have the same ones.
 
-Ranks may lie on several machines, whose folders differ, and a file may come or go between two reads. So the
-first rank alone reads, and what it holds is sent to the others, its text and where it comes from; what is
-measured is measured on all, and each number counts with its slowest rank. No rank decides by what it alone
-sees. Layers of a process that are alike share results also where no folder can be written.
+Ranks may run on several machines with different folders, and a file may appear or vanish between two reads.
+So only the group's first rank reads and writes files, and sends what it finds to the others. Measurements are
+made on all ranks, and the slowest rank's time counts. Within a process, layers with equal settings share
+results, also if no folder can be written.
 """
 
 from __future__ import annotations
@@ -28,64 +28,68 @@ from imbrex.transport.nodes import launched_on
 
 Value = TypeVar("Value")
 _remembered: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
-"""Texts by the names of their files, of every group whose first rank this is."""
+"""Results as JSON by file name, for every group of which this process is the first rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recalled(Generic[Value]):
-    """A result, or `None` and why there is none, and in words where it comes from."""
+class StoredResult(Generic[Value]):
+    """A stored result. value: `None` if there is none. origin: a phrase that says where it was found, or why
+    there is none."""
 
     value: Value | None
     origin: str
 
 
 class Tuner:
-    """The results of one layer on its ranks. Every method is called by all of them, in the same order.
+    """Loads and stores the results of one layer. Every method is collective.
 
-    keeps: in files too; else only as long as the group lives. renews: what files hold does not count.
+    subject: all that the results depend on; see `tunings`. uses_files: whether to use files too; otherwise
+        results live as long as the process group. renews: whether to ignore the files' results.
     """
 
-    def __init__(self, exchange: RowExchange, subject: Mapping[str, Any], *, keeps: bool, renews: bool):
+    def __init__(self, exchange: RowExchange, subject: Mapping[str, Any], *, uses_files: bool, renews: bool):
         self.gather, self.subject = exchange.transport.exchange_counts, dict(subject)
-        self.leads, self.keeps, self.renews = exchange.geometry.rank == 0, keeps, renews
+        self.is_first, self.uses_files, self.renews = exchange.geometry.rank == 0, uses_files, renews
         self._memory = {} if exchange.group is None else _remembered.setdefault(exchange.group, {})
         self.tunings = Tunings()
 
-    def under(self, settings: Mapping[str, Any]) -> Tuner:
-        """The tuner of what depends on these settings, too."""
+    def with_settings(self, settings: Mapping[str, Any]) -> Tuner:
+        """A tuner for results that also depend on these settings."""
         other = copy.copy(self)
         other.subject = self.subject | dict(settings)
         return other
 
-    def recall(self, decision: str, parse: Callable[[dict[str, Any]], Value]) -> Recalled[Value]:
-        """The first rank's result of a decision."""
-        text = self._text(decision, parse) if self.leads else None
-        answer = json.loads(spread(self.gather, text, leads=self.leads))
+    def load(self, decision: str, parse: Callable[[dict[str, Any]], Value]) -> StoredResult[Value]:
+        """The first rank's result for a decision, such as "schedule". parse: makes it from JSON; raises
+        ValueError, TypeError or KeyError if the JSON holds no such result."""
+        text = self._text(decision, parse) if self.is_first else None
+        answer = json.loads(broadcast_text(self.gather, text, is_first=self.is_first))
         value = None if answer["value"] is None else parse(answer["value"])
-        return Recalled(value=value, origin=answer["origin"])
+        return StoredResult(value=value, origin=answer["origin"])
 
-    def keep(self, decision: str, value: Mapping[str, Any]) -> str:
-        """Remember a result that every rank has, and keep it in a file; where it is now, in words."""
-        complaint = None
-        if self.leads:
+    def store(self, decision: str, value: Mapping[str, Any]) -> str:
+        """Store a result that every rank has. Returns a phrase that says where it is stored."""
+        problem = None
+        if self.is_first:
             path = self.tunings.path_of(decision, self.subject)
-            complaint = self.tunings.write(decision, self.subject, value) if self.keeps else None
-            origin = f"kept in {path}" if self.keeps and complaint is None else "measured in this process"
+            problem = self.tunings.write(decision, self.subject, value) if self.uses_files else None
+            origin = f"kept in {path}" if self.uses_files and problem is None else "measured in this process"
             text = json.dumps({"value": value, "origin": origin})
             self._memory[path.name] = text
-            sentence = f"{origin}; {complaint}" if complaint else origin
+            phrase = f"{origin}; {problem}" if problem else origin
         else:
-            sentence = None
-        return spread(self.gather, sentence, leads=self.leads)
+            phrase = None
+        return broadcast_text(self.gather, phrase, is_first=self.is_first)
 
     def _text(self, decision: str, parse: Callable[[dict[str, Any]], Any]) -> str:
+        """The result and its origin as JSON, from memory or from a file."""
         path = self.tunings.path_of(decision, self.subject)
         if path.name in self._memory:
             return self._memory[path.name]
-        if not self.keeps or self.renews:
+        if not self.uses_files or self.renews:
             return json.dumps({"value": None, "origin": ""})
         reading = self.tunings.read(decision, self.subject, parse)
-        origin = f"kept on {reading.date} in {path}" if reading.value else (reading.complaint or "")
+        origin = f"kept on {reading.date} in {path}" if reading.value else (reading.problem or "")
         text = json.dumps({"value": reading.value, "origin": origin})
         if reading.value:
             self._memory[path.name] = text
@@ -93,9 +97,12 @@ class Tuner:
 
 
 def tuner_of(
-    exchange: RowExchange, experts: Experts, x_TD: Tensor, *, fuses: bool, keeps: bool, renews: bool
+    exchange: RowExchange, experts: Experts, x_TD: Tensor, *, fuses: bool, uses_files: bool, renews: bool
 ) -> Tuner:
-    """The tuner of a layer for so many tokens. fuses: whether this rank's experts can be fused."""
+    """The tuner of a layer for batches of about as many tokens as `x_TD` has. Collective.
+
+    fuses: whether this rank's experts can be fused. uses_files, renews: as in `Tuner`.
+    """
     gathered_W3 = exchange.transport.exchange_counts(words(len(x_TD), fuses, launched_on()))
     tokens_W, fuses_W, node_W = gathered_W3.T.tolist()
     subject = layer_of(exchange, experts, x_TD) | machine(x_TD.device)
@@ -103,11 +110,11 @@ def tuner_of(
     subject |= {"slots": placement.num_slots, "tensor_parallel": tensor, "nodes": node_W}
     subject |= {"implementation": experts.implementation if isinstance(experts, Ours) else ""}
     subject |= {"tokens": bucket(max(tokens_W)), "fuses": bool(min(fuses_W))}
-    return Tuner(exchange, subject, keeps=keeps, renews=renews)
+    return Tuner(exchange, subject, uses_files=uses_files, renews=renews)
 
 
 def layer_of(exchange: RowExchange, experts: Experts, x_TD: Tensor) -> dict[str, Any]:
-    """Describes a layer, whatever its number of tokens, in values that JSON has."""
+    """The settings on which a layer's times depend, besides the number of tokens, as JSON values."""
     wire, geometry = exchange.wire, exchange.geometry
     codecs = wire.dispatch, wire.combine, wire.dispatch_backward, wire.combine_backward
     return {
@@ -117,7 +124,7 @@ def layer_of(exchange: RowExchange, experts: Experts, x_TD: Tensor) -> dict[str,
         "top_k": geometry.top_k,
         "width": x_TD.shape[1],
         "experts": type(experts).__name__,
-        # Ranks may hold unequally many experts.
+        # Without the first size: ranks may have different numbers of experts.
         "parameters": [[*p.shape[1:]] for p in parameters_of(experts)],
         "dtype": str(x_TD.dtype),
         "device": x_TD.device.type,
@@ -125,13 +132,14 @@ def layer_of(exchange: RowExchange, experts: Experts, x_TD: Tensor) -> dict[str,
 
 
 def bucket(tokens: int) -> int:
-    """The power of two that so many tokens of a rank, those of the rank that has most, are tuned as."""
+    """The size class in which `tokens` tokens are tuned: the next power of two. tokens: of the rank with the
+    most."""
     return 1 << max(tokens - 1, 0).bit_length()
 
 
-def spread(gather: Callable[[Tensor], Tensor], text: str | None, *, leads: bool) -> str:
-    """The text of the rank that leads, the group's first, on all ranks. Collective."""
-    content = (text or "").encode() if leads else b""
+def broadcast_text(gather: Callable[[Tensor], Tensor], text: str | None, *, is_first: bool) -> str:
+    """Return the first rank's text on all ranks. Collective. text: ignored on other ranks."""
+    content = (text or "").encode() if is_first else b""
     length = int(gather(words(len(content)))[0, 0])
     padded = bytearray(content.ljust(-(-length // 8) * 8, b"\0"))
     if not padded:
@@ -140,10 +148,11 @@ def spread(gather: Callable[[Tensor], Tensor], text: str | None, *, leads: bool)
     return text_W[0].numpy().tobytes()[:length].decode()
 
 
-def faster(seconds: Mapping[Any, Sequence[float]], side: int, default: Any) -> Any:
-    """The key whose seconds on that side are least, or the default where that gains under a hundredth."""
-    best = min(seconds, key=lambda key: seconds[key][side])
-    return best if seconds[best][side] < 0.99 * seconds[default][side] else default
+def fastest(seconds: Mapping[Any, Sequence[float]], direction: int, default: Any) -> Any:
+    """The key with the shortest time, or the default unless the gain is more than 1 %. direction: the index
+    into the seconds, 0 for the forward and 1 for the backward."""
+    best = min(seconds, key=lambda key: seconds[key][direction])
+    return best if seconds[best][direction] < 0.99 * seconds[default][direction] else default
 
 
-__all__ = ["Recalled", "Tuner", "bucket", "faster", "layer_of", "spread", "tuner_of"]
+__all__ = ["StoredResult", "Tuner", "broadcast_text", "bucket", "fastest", "layer_of", "tuner_of"]

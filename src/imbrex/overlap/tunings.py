@@ -1,14 +1,14 @@
-"""Results of tuning that outlive a process: one small JSON file a result, in imbrex's cache folder.
+"""A folder of tuning results that outlive a process: a small JSON file for each, in imbrex's cache folder.
 
     tunings = Tunings()                                         # ~/.cache/imbrex/tuned
-    tunings.write("fused", subject, {"stage": 64, "sums": 16})  # None, or why it could not be kept
-    tunings.read("fused", subject, parse).value                 # or None; `complaint`: what was ignored
+    tunings.write("fused", subject, {"stage": 64, "sums": 16})  # None, or why it could not be written
+    tunings.read("fused", subject, parse).value                 # None if there is none; `problem` says why
 
-A subject is all that a result depends on: the layer, its ranks, the bucket of tokens, and `machine`. A
-file's name is a digest of decision and subject, and the file repeats both, so that what lies there under
-another's name is not taken for a result. A file is written beside its place and renamed: of several writers
-the last one's stays, whole. Whatever is wrong with a file, nothing fails: it is ignored with a sentence, and
-measured anew.
+A subject is all that a result depends on: the layer, its ranks, the size class of its tokens, and `machine`.
+The name of a file is a hash of the decision and the subject, and the file repeats both, so that a renamed or
+copied file is not taken for another result. A file is written under another name and then renamed, so if
+several processes write it, one of them wins, and the file is whole. Nothing fails because of a bad file: it
+is ignored, with a sentence that says why, and the result is measured again.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from imbrex.kernels.jit import cache_directory
 
 FORMAT = 1
 ROOMS = ("codec", "exchange", "experts", "kernels", "overlap", "runtime", "schedule", "transport")
-"""Rooms that a call runs through: of their source its time depends."""
+"""Folders of the package whose source code a call runs, so that its time depends on them."""
 NETLAB = "IMBREX_NETLAB_COMMAND"
-"""Names the network of `imbrex netlab`, which is not this machine's."""
+"""The variable that names the emulated network of `imbrex netlab`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """A kept result, its file and its day. complaint: why what the file holds is ignored."""
+    """The result in a file, `None` if there is none, and the date on which it was written. problem: why the
+    file was ignored, if it was."""
 
     path: Path
     value: dict[str, Any] | None = None
     date: str = ""
-    complaint: str | None = None
+    problem: str | None = None
 
 
 class Tunings:
@@ -54,13 +55,15 @@ class Tunings:
         self.folder = cache_directory().parent / "tuned" if folder is None else Path(folder)
 
     def path_of(self, decision: str, subject: Mapping[str, Any]) -> Path:
+        """The file of a result, whether or not it exists."""
         text = json.dumps([FORMAT, decision, subject], sort_keys=True)
         return self.folder / f"{decision}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
     def read(
         self, decision: str, subject: Mapping[str, Any], parse: Callable[[dict[str, Any]], object]
     ) -> Reading:
-        """The result of a decision. parse: raises ValueError, TypeError or KeyError for what is none."""
+        """The result for a decision. parse: raises ValueError, TypeError or KeyError if the JSON is no such
+        result."""
         path = self.path_of(decision, subject)
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -71,14 +74,14 @@ class Tunings:
         except FileNotFoundError:
             return Reading(path=path)
         except OSError as error:
-            return Reading(path=path, complaint=f"{path} was ignored: it cannot be read ({error.strerror})")
+            return Reading(path=path, problem=f"{path} was ignored: it cannot be read ({error.strerror})")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             why = " ".join(f"{type(error).__name__}: {error}".split())
-            return Reading(path=path, complaint=f"{path} was ignored: it holds no result of this ({why})")
+            return Reading(path=path, problem=f"{path} was ignored: it holds no result of this ({why})")
         return Reading(path=path, value=value, date=date)
 
     def write(self, decision: str, subject: Mapping[str, Any], value: Mapping[str, Any]) -> str | None:
-        """Keep a result. None, or why it could not be kept."""
+        """Write a result. Returns `None`, or why it could not be written."""
         path = self.path_of(decision, subject)
         content = {"decision": decision, "subject": subject, "value": value}
         content |= {"date": time.strftime("%Y-%m-%d")}
@@ -89,14 +92,15 @@ class Tunings:
             os.replace(file.name, path)
         except OSError as error:
             return f"{path} could not be written ({error.strerror})"
-        # Such files are private to begin with; a folder may be several users'.
+        # A temporary file can be read by its owner alone, and several users may share the folder.
         with suppress(OSError):
             path.chmod(0o644)
         return None
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """Describes what a time depends on besides the layer and its ranks."""
+    """All that a time depends on besides the layer and its ranks: the processor or GPU, the emulated
+    network, and the versions of torch and of imbrex's source."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
@@ -106,7 +110,7 @@ def machine(device: torch.device) -> dict[str, str]:
 
 
 def processor() -> str:
-    """The name of this machine's processor."""
+    """The name of this machine's processor, such as "Intel(R) Xeon(R) Platinum 8480+"."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -117,7 +121,7 @@ def processor() -> str:
 
 @functools.cache
 def source_digest() -> str:
-    """Digests the source that a call runs through: of changed code nothing that was kept counts."""
+    """A hash of the source code in `ROOMS`. Results of other code are not used."""
     package, digest = Path(__file__).parent.parent, hashlib.sha256()
     for room in ROOMS:
         for path in sorted((package / room).rglob("*")):
