@@ -12,7 +12,7 @@ import pytest
 import imbrex
 from imbrex.cli import main
 from imbrex.overlap import Auto, auto, tuner
-from imbrex.overlap.tuner import spread
+from imbrex.overlap.tuner import broadcast_text
 from tests.ranks.forked import run_ranks
 from tests.ranks.layer_jobs import Case, make_layer, tokens_of
 from tests.ranks.pool import Pool, Ranks
@@ -108,7 +108,7 @@ def test_what_cannot_be_kept_is_said(pool: Pool, tmp_path: Path) -> None:
 def run_spread(ranks: Ranks, text: str) -> str:
     exchange = make_layer(Case(config=SMALL, options={"transport": "alltoall"}), ranks.group).exchange
     leads = ranks.rank == 0
-    return spread(exchange.transport.exchange_counts, text if leads else "another", leads=leads)
+    return broadcast_text(exchange.transport.exchange_counts, text if leads else "another", is_first=leads)
 
 
 @pytest.mark.parametrize("text", ["", "a", "eight ch", "nine char", "ä" * 50])
