@@ -9,7 +9,7 @@ import torch
 
 from imbrex.balancer.counts import BLOCK, Book, Iteration, difference
 from imbrex.balancer.journal import Entry, Journal
-from imbrex.balancer.renewal import Asked, plan
+from imbrex.balancer.renewal import DueLayer, plan
 from imbrex.placement import from_slots
 from imbrex.placement.online import Pace, weigh
 
@@ -82,5 +82,5 @@ def test_parts_of_an_iteration() -> None:
 
 def test_a_plan_waits_for_nothing_where_there_is_nothing() -> None:
     empty = Iteration(PLACEMENT, lambda: np.zeros((2, 6), dtype=np.int64))
-    asked = Asked(layer=0, recent=[empty], placement=PLACEMENT, tensors={}, pace=Pace())
-    assert plan([asked], None) == []
+    due = DueLayer(layer=0, recent=[empty], placement=PLACEMENT, tensors={}, pace=Pace())
+    assert plan([due], None) == []

@@ -10,7 +10,7 @@ import torch
 
 from imbrex.cli import demo as command
 from imbrex.cli import main
-from imbrex.demo import asked as demo
+from imbrex.demo import settings as demo
 from imbrex.demo import folder
 from imbrex.launch.ranks import words_of
 from imbrex.parallel import checkpoint
@@ -164,7 +164,7 @@ def test_replacing_an_earlier_run_removes_what_it_wrote(tmp_path):
     earlier_run(tmp_path)
     run_in(tmp_path, "--overwrite")
     left = contents(tmp_path)
-    assert json.loads(left.pop("run.json"))["asked"]["hidden"] == 128
+    assert json.loads(left.pop("run.json"))["settings"]["hidden"] == 128
     assert left == {"thesis.tex": b"mine", "checkpoint/best/weights": b"mine"}
 
 

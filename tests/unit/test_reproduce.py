@@ -20,7 +20,7 @@ from imbrex.contracts import Codec
 from imbrex.demo.training import Shape
 from imbrex.reproduce import (
     TABLES,
-    Asked,
+    Options,
     Finding,
     chart,
     comet_figure_8,
@@ -93,7 +93,7 @@ def test_pictures_are_svg(picture: str, shape: str, count: int) -> None:
     assert len(root.findall(f".//{{*}}{shape}")) == count
 
 
-def _made(asked: Asked) -> Finding:
+def _made(asked: Options) -> Finding:
     return Finding(
         title="A table",
         question="Is it so?",
@@ -128,7 +128,7 @@ def test_a_busy_machine_is_said_of_what_was_timed(
     busy = "imbrex: others were using the machine (load 1.5 on 2 cores when "
     for load, rows, said in ((0.9, None, ""), (1.5, None, busy), (1.5, [{"op": "predicted"}], "")):
         monkeypatch.setattr(command.os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
-        made = _made(Asked())
+        made = _made(Options())
         made = made if rows is None else replace(made, rows=rows)
         monkeypatch.setattr(command, "find", lambda name, asked, made=made: made)
         assert main(["reproduce", "schemoe-table-1", "--out", str(tmp_path)]) == 0
@@ -142,7 +142,7 @@ def test_the_list_and_an_unknown_name(capsys: pytest.CaptureFixture[str]) -> Non
     said = capsys.readouterr().out
     assert [name for name in (*TABLES, "schemoe-figure-8") if f"{name} " not in said] == []
     with pytest.raises(ValueError, match="'table-99' is not known; use one of schemoe-table-1, "):
-        find("table-99", Asked())
+        find("table-99", Options())
 
 
 def test_a_text_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,7 +207,7 @@ def test_table_10_from_measured_seconds(monkeypatch: pytest.MonkeyPatch) -> None
         return {name: told[name] for name in settings["ways"]}, RanOn(network=network)
 
     monkeypatch.setattr(table_10, "on_ranks", measured)
-    found = table_10.find(Asked())
+    found = table_10.find(Options())
     assert "All three together: 4.00 times faster than naive" in found.verdict[0]
     assert "codec alone 2.00, all-to-all and order after it 2.00" in found.verdict[1]
     assert [row[4:] for row in found.table] == [
@@ -236,7 +236,7 @@ def test_table_10_is_measured_again_until_the_ratio_is_held(monkeypatch: pytest.
         return {name: times | {"experts": experts} for name in settings["ways"]}, RanOn(network=network)
 
     monkeypatch.setattr(table_10, "on_ranks", measured)
-    found = table_10.find(Asked())
+    found = table_10.find(Options())
     assert asked == [2816, 2368, 3008]  # 1.90 times the experts with 2368, 1.50 with 3008
     assert found.rows[0]["case"] | {"inner": 3008, "exchange_over_experts": 1.5} == found.rows[0]["case"]
     assert not any("not held" in line for line in found.verdict)
@@ -289,7 +289,7 @@ def test_the_dense_layer_is_one_expert() -> None:
 
 
 def test_comets_memory_beside_ours() -> None:
-    finding = find("comet-table-3", Asked())
+    finding = find("comet-table-3", Options())
     assert [row[2] for row in finding.table] == ["32", "16", "32", "64", "32", "64"]
     assert len(finding.rows) == 18
     # Two buffers of own tokens alone: 2 * 2 MiB * 4096 / 2 tokens of 4096 values.
@@ -300,7 +300,7 @@ def test_comets_memory_beside_ours() -> None:
 
 def test_comets_figure_8_without_gpus_is_blank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comet_figure_8, "why_not_hopper", lambda: "no GPU")
-    finding = find("comet-figure-8", Asked())
+    finding = find("comet-figure-8", Options())
     assert [row[:4] for row in finding.table] == [
         ("(not said)", "1 x 8", "4096", "18"),
         ("(not said)", "1 x 8", "16384", "26"),
@@ -317,7 +317,7 @@ def test_comets_figure_8_names_the_best_split(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(comet_figure_8, "why_not_hopper", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(comet_figure_8, "measure", lambda model, world, rounds: [sweep])
-    finding = find("comet-figure-8", Asked())
+    finding = find("comet-figure-8", Options())
     assert finding.table[-1] == ("mixtral", "2 x 2", "4096", "", "8", "1.200", "4", "0.950")
     assert len(finding.rows) == 8
     assert "1.200 to 1.200 times as long" in finding.verdict[-1]
@@ -328,7 +328,7 @@ def test_comets_layers_without_gpus_are_blank(
     number: int, cases: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(comet_layer, "why_not_hopper", lambda: "no GPU")
-    finding = find(f"comet-figure-{number}", Asked())
+    finding = find(f"comet-figure-{number}", Options())
     assert len(finding.table) == 1 + cases
     assert {cell for row in finding.table[1:] for cell in row[2:]} == {""}
     assert finding.rows == []
@@ -340,7 +340,7 @@ def test_comets_layers_over_ways_to_divide_the_gpus(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(comet_layer, "why_not_hopper", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(comet_layer, "measure", lambda cases, world, rounds: times[: len(cases)])
-    finding = find("comet-figure-12", Asked())
+    finding = find("comet-figure-12", Options())
     assert [row[:2] for row in finding.table[1:]] == [("EP 2 x TP 1", "8192"), ("EP 1 x TP 2", "8192")]
     assert finding.table[1][2:] == ("3.00", "2.00", "1.00", "3.00", "2.00")
     assert len(finding.rows) == 6
@@ -352,7 +352,7 @@ def test_hybrid_eps_sweep_without_gpus_is_the_committed_one(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hybrid, "why_not_hopper", lambda: "no GPU")
-    finding = find(name, Asked())
+    finding = find(name, Options())
     rows = json.loads(hybrid.COMMITTED.read_text())["rows"]
     kernels = [row for row in rows if row["case"].get("D") == 8192 and row["case"]["dtype"] == dtype]
     ours = [line for line in finding.table if line[0].endswith("GPUs")]
@@ -374,7 +374,7 @@ def test_hybrid_eps_sweep_is_blank_without_gpus_and_results(
 ) -> None:
     monkeypatch.setattr(hybrid, "why_not_hopper", lambda: "no GPU")
     monkeypatch.setattr(hybrid, "COMMITTED", tmp_path / "none.json")
-    finding = find("hybrid-ep-bandwidth", Asked())
+    finding = find("hybrid-ep-bandwidth", Options())
     assert {cell for line in finding.table for cell in line[3:-1]} == {""}
     assert "nothing; no GPU here runs our kernels" in finding.differs[0]
     assert finding.verdict == ("Nothing was measured, so nothing is shown.",)
@@ -389,7 +389,7 @@ def test_hybrid_eps_sweep_is_of_the_gpus_that_are_here(monkeypatch: pytest.Monke
     monkeypatch.setattr(hybrid, "why_not_hopper", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(hybrid, "measure", lambda world, rounds: swept)
-    finding = find("hybrid-ep-bandwidth", Asked())
+    finding = find("hybrid-ep-bandwidth", Options())
     ours = ("4 GPUs", "dispatch", "compact", "", "", "200", "390", "400", "", "", "8")
     assert [line for line in finding.table if line[0] != "the paper"] == [ours]
     assert finding.rows == swept[:3]
@@ -397,11 +397,11 @@ def test_hybrid_eps_sweep_is_of_the_gpus_that_are_here(monkeypatch: pytest.Monke
 
 
 def test_hybrid_eps_models_are_blank_here() -> None:
-    finding = find("hybrid-ep-end-to-end", Asked())
+    finding = find("hybrid-ep-end-to-end", Options())
     assert {line[-1] for line in finding.table} == {""}
     assert [line[3] for line in finding.table] == ["943", "597", "645", "665", "698", "728", "800"]
     with pytest.raises(ValueError, match="times nothing"):
-        find("hybrid-ep-end-to-end", Asked(rounds=2))
+        find("hybrid-ep-end-to-end", Options(rounds=2))
 
 
 SIMULATED = [name for name, (module, _) in TABLES.items() if module.startswith("simulated:")]
@@ -409,14 +409,14 @@ SIMULATED = [name for name, (module, _) in TABLES.items() if module.startswith("
 
 @pytest.mark.parametrize("name", SIMULATED)
 def test_what_is_simulated_says_so(name: str) -> None:
-    finding = find(name, Asked())
+    finding = find(name, Options())
     text = finding.text()
     assert "imulated" in finding.title
     assert finding.differs[0].startswith("Simulated")
     assert all("simulated" in row["op"] and row["median_us"] > 0 for row in finding.rows)
-    assert text == find(name, Asked()).text()
+    assert text == find(name, Options()).text()
     with pytest.raises(ValueError, match="is simulated and times nothing"):
-        find(name, Asked(rounds=2))
+        find(name, Options(rounds=2))
 
 
 def layer_row(impl: str, us: float, op: str = "forward") -> dict[str, Any]:
@@ -441,11 +441,11 @@ def test_comets_layers_are_those_of_a_committed_file(tmp_path: Path, monkeypatch
     run = {"hardware": hardware, "commit": "abc", "date": "2026-11-23"}
     (tmp_path / "fused.json").write_text(json.dumps({"rows": rows, "runs": [run]}))
     monkeypatch.setattr(comet_measured, "RESULTS", tmp_path)
-    assert comet_measured.layers(Asked()).table[1:] == (
+    assert comet_measured.layers(Options()).table[1:] == (
         ("mixtral", "4096", "2.00", "1.60", "1.25", "1.60", "75%"),
     )
-    assert comet_measured.breakdown(Asked()).table[1:] == (("mixtral", "4096", "50%", "25%", "4%"),)
-    blank = comet_measured.end_to_end(Asked())
+    assert comet_measured.breakdown(Options()).table[1:] == (("mixtral", "4096", "50%", "25%", "4%"),)
+    blank = comet_measured.end_to_end(Options())
     assert len(blank.table) == 1
     assert blank.differs[0].startswith("Blank")
 
@@ -463,7 +463,7 @@ def test_comets_models_of_few_layers_are_not_those_of_all(
     run = {"hardware": {"count": 2, "gpu": "H200"}, "commit": "abc", "date": "2026-11-27"}
     (tmp_path / "models.json").write_text(json.dumps({"rows": rows, "runs": [run]}))
     monkeypatch.setattr(comet_measured, "RESULTS", tmp_path)
-    few, whole, mean = comet_measured.end_to_end(Asked()).table
+    few, whole, mean = comet_measured.end_to_end(Options()).table
     assert few == ("Mixtral", "2", "8192", "1.00", "2.00", "", "")
     assert whole == ("Mixtral", "32", "8192", "9.00", "", "", "")
     assert mean[4] == "50 %"

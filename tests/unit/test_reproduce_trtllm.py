@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from imbrex.reproduce import Asked, find, wide_ep
+from imbrex.reproduce import Options, find, wide_ep
 from imbrex.reproduce.imbalance import BATCH
 
 
-def write_trace(path: Path, *experts: tuple[int, ...], batches: int = 2) -> Asked:
+def write_trace(path: Path, *experts: tuple[int, ...], batches: int = 2) -> Options:
     """Requests of as many batches each, one layer: every token of request r wants the experts of
     `experts[r]`."""
     ids = np.concatenate([np.tile(of, (batches * BATCH, 1)) for of in experts])
     lens = np.full(len(experts), batches * BATCH, dtype=np.int64)
     np.savez(path, words_ids=ids[None].astype(np.int16), words_lens=lens)
-    return Asked(data=(str(path),))
+    return Options(data=(str(path),))
 
 
 def test_a_heat_map_of_known_loads(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_an_order_is_claimed_where_there_is_one(tmp_path: Path) -> None:
     ids = np.concatenate([np.tile(of, (BATCH, 1)) for of in ((0, 1), (0, 1), (2, 3), (0, 1)) * 2])
     lens = np.full(2, 4 * BATCH, dtype=np.int64)
     np.savez(tmp_path / "reverse.npz", words_ids=ids[None].astype(np.int16), words_lens=lens)
-    found = find("trtllm-load-similarity", Asked(data=(str(tmp_path / "reverse.npz"),)))
+    found = find("trtllm-load-similarity", Options(data=(str(tmp_path / "reverse.npz"),)))
     assert "the reverse of the slides' order: neighbours are the more alike in 0% of" in found.verdict[0]
 
 
@@ -79,7 +79,7 @@ def test_an_order_is_claimed_where_there_is_one(tmp_path: Path) -> None:
 def test_arrays_that_are_no_trace(name: str, ids: np.ndarray, lens: list, said: str, tmp_path: Path) -> None:
     np.savez(tmp_path / "trace.npz", words_ids=ids, words_lens=np.array(lens))
     with pytest.raises(ValueError, match=said):
-        find(name, Asked(data=(str(tmp_path / "trace.npz"),)))
+        find(name, Options(data=(str(tmp_path / "trace.npz"),)))
 
 
 def test_requests_too_short_to_compare_are_refused(tmp_path: Path) -> None:
@@ -91,19 +91,19 @@ def test_traces_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "text.npz").write_text("no archive")
     np.savez(tmp_path / "other.npz", x=np.zeros(3))
     with pytest.raises(ValueError, match="cannot be read as a trace"):
-        find("trtllm-rank-heat-map", Asked(data=(str(tmp_path / "text.npz"),)))
+        find("trtllm-rank-heat-map", Options(data=(str(tmp_path / "text.npz"),)))
     with pytest.raises(ValueError, match="no array of ids"):
-        find("trtllm-rank-heat-map", Asked(data=(str(tmp_path / "other.npz"),)))
+        find("trtllm-rank-heat-map", Options(data=(str(tmp_path / "other.npz"),)))
     one = write_trace(tmp_path / "one.npz", (0, 1))
     with pytest.raises(ValueError, match="has one request"):
         find("trtllm-load-similarity", one)
     with pytest.raises(ValueError, match="times nothing; leave --rounds out"):
-        find("trtllm-rank-heat-map", Asked(rounds=2))
+        find("trtllm-rank-heat-map", Options(rounds=2))
 
 
 def test_intensity_grows_as_weights_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wide_ep, "SIZES", (1, 32))
-    alone, wide = find("trtllm-intensity", Asked(rounds=1)).rows
+    alone, wide = find("trtllm-intensity", Options(rounds=1)).rows
     # 6 x 256 x 256 x 512 operations; weights of 64 and of 2 experts, rows of 256 + 4 x 512 + 256 values.
     assert alone["flop_byte"] == pytest.approx(201326592 / (4 * (64 * 393216 + 256 * 2560)))
     assert wide["flop_byte"] == pytest.approx(201326592 / (4 * (2 * 393216 + 256 * 2560)))
@@ -111,6 +111,6 @@ def test_intensity_grows_as_weights_are_shared(monkeypatch: pytest.MonkeyPatch) 
 
 def test_glue_over_rows_and_over_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wide_ep, "SIZES", (1, 4))
-    found = find("trtllm-auxiliary-kernels", Asked(rounds=1))
+    found = find("trtllm-auxiliary-kernels", Options(rounds=1))
     assert [line[:3] for line in found.table] == [("1", "256", "256"), ("4", "1024", "256")]
     assert len(found.rows) == 4

@@ -12,7 +12,7 @@ import pytest
 from imbrex.bench.serve import measured
 from imbrex.bench.serve.command import ways_from_words
 from imbrex.bench.serve.report import curves, front, name_of, write_report
-from imbrex.reproduce import Asked, find, serving
+from imbrex.reproduce import Options, find, serving
 
 
 def row(impl: str, users: int, user: float | None, gpu: float | None, **case: Any) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def test_loops_are_replayed_where_they_fit(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(serving, "COMMITTED", tmp_path)
     monkeypatch.setattr(serving, "LOADS", [(64, 16)])
     with pytest.raises(ValueError, match=r"serve\.json is missing"):
-        find("trtllm-pareto-replayed", Asked())
+        find("trtllm-pareto-replayed", Options())
     # A later run has steps of one way and no chunks, and one of the other way again.
     later = [
         {**row, "run": 1}
@@ -109,7 +109,7 @@ def test_loops_are_replayed_where_they_fit(monkeypatch: pytest.MonkeyPatch, tmp_
     content = {"runs": [run, run | {"id": 1, "commit": "e"}], "rows": rows + later}
     (tmp_path / "serve.json").write_text(json.dumps(content))
     (tmp_path / "serve_one.json").write_text(json.dumps({"runs": [], "rows": []}))
-    finding = find("trtllm-pareto-replayed", Asked())
+    finding = find("trtllm-pareto-replayed", Options())
     assert finding.verdict[0].startswith("demo, 2 GPUs, 64 tokens in, on the front: nvlink, ")
     assert len(finding.table) == 4
     assert 250 < float(finding.table[0][4]) <= 505, "2 ms a step"
@@ -118,7 +118,7 @@ def test_loops_are_replayed_where_they_fit(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_the_curves_are_compared_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "on_ranks", lambda *_: (ROWS, "loopback"))
-    finding = find("trtllm-pareto", Asked())
+    finding = find("trtllm-pareto", Options())
     assert finding.verdict == ("On the common front: alltoall; alone, 1 drafts, 1 forced.",)
     assert [line[-1] for line in finding.table] == ["*", "*", "", "*"]
 
@@ -129,6 +129,6 @@ def test_the_heads_are_compared_in_words(monkeypatch: pytest.MonkeyPatch) -> Non
         for impl, us in (("whole", 300.0), ("split", 200.0))
     ]
     monkeypatch.setattr(serving, "on_ranks", lambda *_: (rows, "loopback"))
-    finding = find("trtllm-lm-head", Asked())
+    finding = find("trtllm-lm-head", Options())
     assert finding.table == (("8", "300", "200", "1.50x"),)
     assert "1.50x at 8" in finding.verdict[0]

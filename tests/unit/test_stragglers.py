@@ -16,7 +16,7 @@ from imbrex.reproduce import (
     patience,
     stragglers,
 )
-from imbrex.reproduce.frame import Asked
+from imbrex.reproduce.frame import Options
 from imbrex.reproduce.stage import RanOn
 
 
@@ -38,7 +38,7 @@ def test_the_late_rank_itself_is_not_counted() -> None:
 
 @pytest.mark.parametrize("figure", [aristos_figure_1, aristos_figure_2])
 def test_the_text_says_what_was_measured(figure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(asked: Asked, ways: Any) -> Any:
+    def measure(asked: Options, ways: Any) -> Any:
         records = {
             name: record(
                 0.0 if way.late == "never" else 0.05 if way.epsilon == 0 else 0.002, way.epsilon * 25
@@ -48,7 +48,7 @@ def test_the_text_says_what_was_measured(figure: Any, monkeypatch: pytest.Monkey
         return records, RanOn(network=stragglers.NETWORK, why_not="as asked"), 100
 
     monkeypatch.setattr(figure, "measure", measure)
-    finding = figure.find(Asked())
+    finding = figure.find(Options())
     text = finding.text()
     if figure is aristos_figure_2:
         assert "| serial, rank 3 late" in text
@@ -98,14 +98,14 @@ def test_the_loss_is_compared_seed_by_seed(apart: float, word: str, monkeypatch:
         return runs, RanOn(network=network, why_not="as asked")
 
     monkeypatch.setattr(patience, "on_ranks", on_ranks)
-    finding = aristos_training.find(Asked(full=True))
+    finding = aristos_training.find(Options(full=True))
     text = finding.text()
     assert f"after 1000 steps: {word}, 0.90% and {apart:+.4f} nats in the mean over seeds" in text
     assert f"+0.0000, {apart:+.4f}, {2 * apart:+.4f}" in text
     assert "nats learning after 30 s" in text
     assert text.count("| 30.0    | 3.0000") == len(aristos_training.WAYS)
     assert len(finding.rows) == 3 * 2 + 3
-    assert "not decided" in aristos_training.find(Asked()).text()
+    assert "not decided" in aristos_training.find(Options()).text()
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_mean_loss_is_said_with_its_error(
         return runs, RanOn(network=network, why_not="as asked")
 
     monkeypatch.setattr(patience, "on_ranks", on_ranks)
-    finding = aristos_loss.find(Asked(full=True))
+    finding = aristos_loss.find(Options(full=True))
     text = finding.text()
     met, sure = words.split()
     assert f"under 1 % dropped: {met}, {mean:+.4f} nats in the mean over seeds" in text
@@ -133,7 +133,7 @@ def test_a_mean_loss_is_said_with_its_error(
     assert f"A single seed parts by up to {mean + spread:.4f}" in text
     assert ("5 of 10" in text) == (mean < spread)
     assert len(finding.rows) == 10 * len(aristos_loss.WAYS)
-    assert "not decided" in aristos_loss.find(Asked()).text()
+    assert "not decided" in aristos_loss.find(Options()).text()
 
 
 def test_patience_is_spent_in_one_of_so_many_late_steps() -> None:

@@ -21,7 +21,7 @@ from imbrex.balancer.migration import Mover, Peers
 from imbrex.balancer.payload import most_staged, optimizer_tensors, row_bytes, signature
 from imbrex.balancer.peer_memory import PeerMover, reach_each_other
 from imbrex.balancer.protocol import Verdict, Vote, judge
-from imbrex.balancer.renewal import Asked, plan
+from imbrex.balancer.renewal import DueLayer, plan
 from imbrex.balancer.round import Ballots, Round, migrate
 from imbrex.balancer.seat import Layer, Seat
 from imbrex.balancer.tally import Tally, exposition
@@ -231,7 +231,7 @@ class OnlineBalancer:
         paces = {at: self._pace_of(tensors) for at, tensors in payloads.items()}
         self.mover.prepare(sum(most_staged(payloads[at], paces[at].max_moves) for at in due))
         wishes = [
-            Asked(
+            DueLayer(
                 layer=at,
                 recent=tuple(self.seats[at].recent),
                 placement=self.seats[at].layer.placement,

@@ -20,8 +20,9 @@ from imbrex.runtime.words import words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """A layer that is due. layer: its place among those attached. recent: oldest first."""
+class DueLayer:
+    """A layer whose placement is due to be renewed. layer: its index among the attached layers. recent: the
+    counts of its last iterations, the oldest first."""
 
     layer: int
     recent: Sequence[Iteration]
@@ -30,21 +31,21 @@ class Asked:
     pace: Pace
 
 
-def plan(asked: Sequence[Asked], others: Channel | None) -> list[Change]:
+def plan(layers: Sequence[DueLayer], others: Channel | None) -> list[Change]:
     """Plan new placements, the same on every rank: the counts of all ranks are, and the planner is
     deterministic.
 
     others: the ranks that hold the same experts and have other tokens; their counts are added.
     """
     changes = []
-    for wish in asked:
-        recent = _of_all_data_ranks([i.counts_WE for i in wish.recent], others)
-        recent_HE, whole_HE = (weigh(recent, wish.pace.decay, apart=apart) for apart in (True, False))
-        new = renew(recent_HE, wish.placement, wish.pace, whole_HE=whole_HE) if len(recent_HE) else None
+    for layer in layers:
+        recent = _of_all_data_ranks([i.counts_WE for i in layer.recent], others)
+        recent_HE, whole_HE = (weigh(recent, layer.pace.decay, apart=apart) for apart in (True, False))
+        new = renew(recent_HE, layer.placement, layer.pace, whole_HE=whole_HE) if len(recent_HE) else None
         if new is not None:
-            promised = 1 / (1 + predicted(whole_HE, to_held(new), wish.pace.split))
+            promised = 1 / (1 + predicted(whole_HE, to_held(new), layer.pace.split))
             change = Change(
-                layer=wish.layer, old=wish.placement, new=new, tensors=wish.tensors, predicted=promised
+                layer=layer.layer, old=layer.placement, new=new, tensors=layer.tensors, predicted=promised
             )
             changes.append(change)
     return changes

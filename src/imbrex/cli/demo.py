@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from imbrex.demo import asked, folder
-from imbrex.demo.asked import DEFAULTS
+from imbrex.demo import settings, folder
+from imbrex.demo.settings import DEFAULTS
 from imbrex.launch.local import EXIT_REFUSED, end_with_launcher, is_worker, launch
 
 MODEL = {
@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
     worker = is_worker()
     end_with_launcher()
     try:
-        asked.settle(args, worker=worker)
-        asked.check(args)
+        settings.settle(args, worker=worker)
+        settings.check(args)
     except ValueError:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             # The first rank of the host says the same.
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
     # Before the folder of an earlier run is emptied.
     smaller = "give a smaller --batch or --length, or a smaller model"
-    check_memory(args.ranks, asked.least_bytes(args), smaller)
+    check_memory(args.ranks, settings.least_bytes(args), smaller)
     out = Path(args.out)
     folder.prepare(out, args, [*DEFAULTS])
     # The words of this command, after its name, are those of its ranks.

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from imbrex.bench.results import describe_run, write_results
-from imbrex.reproduce import ALIASES, TABLES, Asked, find, papers
+from imbrex.reproduce import ALIASES, TABLES, Options, find, papers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     try:
         settings = {"full": args.full, "rounds": args.rounds, "data": tuple(args.data)}
-        finding = find(args.name, Asked(**settings, parts=str(folder) if args.resume else None))
+        finding = find(args.name, Options(**settings, parts=str(folder) if args.resume else None))
     except RuntimeError as error:
         print(f"imbrex: error: {error}", file=sys.stderr)
         return 1

@@ -47,7 +47,7 @@ def earlier(out: Path) -> Earlier | None:
         written = json.loads((out / ASKED).read_text())
         if written["wrote"] != _FORMAT:
             raise ValueError("another format")
-        return Earlier(settings=dict(written["asked"]), files=frozenset(map(str, written["files"])))
+        return Earlier(settings=dict(written["settings"]), files=frozenset(map(str, written["files"])))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -156,7 +156,7 @@ def _write(out: Path, args: argparse.Namespace, settings: Sequence[str]) -> None
     run = {
         "wrote": _FORMAT,
         "files": sorted(old | {*files_of(args)}),
-        "asked": {name: getattr(args, name) for name in settings},
+        "settings": {name: getattr(args, name) for name in settings},
     }
     draft = out / f".{ASKED}.draft"
     draft.write_text(json.dumps(run, indent=2) + "\n")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from imbrex import MoELayer
-from imbrex.demo import asked, balance, folder
+from imbrex.demo import settings, balance, folder
 from imbrex.demo.corpus import Corpus, load_corpus
 from imbrex.demo.progress import Progress
 from imbrex.demo.run import Run, Saving
@@ -59,14 +59,14 @@ def _train(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
     corpus = load_corpus(args.data, length=args.length)
     device = _join(args)
     recorder = Recorder(rank=rank, device=device, board=board, keep_spans=20_000)
-    shape, _ = _asked(args)
+    shape, _ = _shape_and_recipe(args)
     host_group = new_group(None, args.timeout, backend="gloo") if args.ranks > 1 else None
     trainer = _make_trainer(args, rank, corpus, recorder, device)
     recipe = trainer.recipe
     first_step, saving = _checkpoints(args, trainer, host_group)
     _check_schedule(args, trainer.model)
     if rank == 0:
-        folder.begin(Path(args.out), args, [*asked.DEFAULTS])
+        folder.begin(Path(args.out), args, [*settings.DEFAULTS])
     # Whoever was slow to come up is here now; from the first step on the time-out counts.
     dist.barrier()
     end = min(recipe.steps, args.stop_after or recipe.steps)
@@ -82,13 +82,13 @@ def _train(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
     )
     recorder.phase("done")
     if summary is not None:
-        asked.say(_closing(summary, Path(args.out)) + balance.closing(Path(args.out)))
+        settings.say(_closing(summary, Path(args.out)) + balance.closing(Path(args.out)))
 
 
 def _make_trainer(
     args: argparse.Namespace, rank: int, corpus: Corpus, recorder: Recorder, device: torch.device
 ) -> Trainer:
-    shape, recipe = _asked(args)
+    shape, recipe = _shape_and_recipe(args)
     factors = factorise(args.ranks, expert=args.ep, tensor=args.tp, same_tokens=args.transport == "allreduce")
     balancer = balance.make(args, rank) if args.balance else None
     options: dict[str, Any] = {"timeout_s": args.timeout, "observer": recorder, "balancer": balancer}
@@ -111,12 +111,12 @@ def _join(args: argparse.Namespace) -> torch.device:
     os.environ["IMBREX_TIMEOUT_S"] = str(args.timeout)
     device = join(args, START_S)
     if not is_launched() and dist.get_rank() == 0:
-        folder.prepare(Path(args.out), args, [*asked.DEFAULTS])
+        folder.prepare(Path(args.out), args, [*settings.DEFAULTS])
     dist.barrier()
     return device
 
 
-def _asked(args: argparse.Namespace) -> tuple[Shape, Recipe]:
+def _shape_and_recipe(args: argparse.Namespace) -> tuple[Shape, Recipe]:
     shape = Shape(
         hidden_size=args.hidden,
         num_layers=args.layers,
@@ -125,7 +125,7 @@ def _asked(args: argparse.Namespace) -> tuple[Shape, Recipe]:
         top_k=args.top_k,
         expert_width=args.expert_width,
     )
-    schedule = asked.schedule_of(args)
+    schedule = settings.schedule_of(args)
     return shape, Recipe(
         steps=args.steps, batch=args.batch, length=args.length, seed=args.seed, schedule=schedule
     )

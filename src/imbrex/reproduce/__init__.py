@@ -1,13 +1,13 @@
 """The papers' tables and figures, one file each, run by `imbrex reproduce NAME`.
 
-A new one is a file with `find(asked: Asked) -> Finding` and a line below.
+A new one is a file with `find(options: Options) -> Finding` and a line below.
 """
 
 from __future__ import annotations
 
 import importlib
 
-from imbrex.reproduce.frame import Asked, Finding
+from imbrex.reproduce.frame import Options, Finding
 
 TABLES: dict[str, tuple[str, str]] = {
     "schemoe-table-1": ("table_1", "share of the all-to-all in a step, by number of layers"),
@@ -63,21 +63,21 @@ TRACED = ("trtllm-rank-heat-map", "trtllm-load-similarity")
 """The reproductions that read traces of routing."""
 
 
-def find(name: str, asked: Asked) -> Finding:
+def find(name: str, options: Options) -> Finding:
     """Measure it here. Raises ValueError for a name that is not known, and what it is not measured with."""
     name = ALIASES.get(name, name)
     if name not in TABLES:
         raise ValueError(f"reproduce: {name!r} is not known; use one of {', '.join([*TABLES, *ALIASES])}")
-    if asked.rounds < 0:
-        raise ValueError(f"reproduce: {asked.rounds} rounds; give at least 1, or 0 for {name}'s own number")
-    if asked.data and name not in TRAINED + TRACED:
+    if options.rounds < 0:
+        raise ValueError(f"reproduce: {options.rounds} rounds; give at least 1, or 0 for {name}'s own number")
+    if options.data and name not in TRAINED + TRACED:
         raise ValueError(f"reproduce: {name} reads no text; leave --data out, or ask for {TRAINED[0]}")
-    if asked.rounds and name in (*TRAINED, *TRACED, "hybrid-ep-end-to-end"):
+    if options.rounds and name in (*TRAINED, *TRACED, "hybrid-ep-end-to-end"):
         raise ValueError(f"reproduce: {name} times nothing; leave --rounds out")
-    if asked.rounds and TABLES[name][0].startswith("simulated:"):
+    if options.rounds and TABLES[name][0].startswith("simulated:"):
         raise ValueError(f"reproduce: {name} is simulated and times nothing; leave --rounds out")
     module, _, function = TABLES[name][0].partition(":")
-    return getattr(importlib.import_module(f"imbrex.reproduce.{module}"), function or "find")(asked)
+    return getattr(importlib.import_module(f"imbrex.reproduce.{module}"), function or "find")(options)
 
 
 __all__ = ["ALIASES", "TABLES", "Asked", "Finding", "find"]

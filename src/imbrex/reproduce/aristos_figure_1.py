@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Asked, Finding
+from imbrex.reproduce.frame import Options, Finding
 from imbrex.reproduce.stragglers import Way, communicating, measure, row, shares
 
 WAYS = {
@@ -15,8 +15,8 @@ WAYS = {
 }
 
 
-def find(asked: Asked) -> Finding:
-    measured, ran_on, steps = measure(asked, WAYS)
+def find(options: Options) -> Finding:
+    measured, ran_on, steps = measure(options, WAYS)
     by_way = {name: shares(one_way) for name, one_way in measured.items()}
     calm, late = (communicating(by_way[f"serial, {who} late"]) for who in ("nobody", "rank 3"))
     return Finding(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Asked, Finding
+from imbrex.reproduce.frame import Options, Finding
 from imbrex.reproduce.stragglers import Way, measure, punctual, quantile, row
 
 SHARES = (0.5, 0.75, 0.95, 0.99)
@@ -39,8 +39,8 @@ MOST_OVER, MOST_DROPPED, MOST_SLOWER = 1.3, 0.01, 1.03
 """Goals: the p95 over that of nobody late, the choices dropped, and events over serial with nobody late."""
 
 
-def find(asked: Asked) -> Finding:
-    measured, ran_on, steps = measure(asked, WAYS)
+def find(options: Options) -> Finding:
+    measured, ran_on, steps = measure(options, WAYS)
     at = {
         name: {f"p{100 * share:g}": 1e3 * quantile(punctual(one_way), share) for share in SHARES}
         for name, one_way in measured.items()

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Asked, Finding
+from imbrex.reproduce.frame import Options, Finding
 from imbrex.reproduce.patience import Course, in_parts
 from imbrex.reproduce.stage import Network, RanOn
 
@@ -23,12 +23,12 @@ MOST_APART = 0.01
 """The goal: nats from no dropping."""
 
 
-def find(asked: Asked) -> Finding:
-    course = replace(Course(), steps=asked.rounds or STEPS[asked.full], seeds=SEEDS[asked.full])
+def find(options: Options) -> Finding:
+    course = replace(Course(), steps=options.rounds or STEPS[options.full], seeds=SEEDS[options.full])
     of_each = {name: value for name, value in asdict(course).items() if name != "seeds"}
     what = {"course": of_each, "ways": WAYS}
     requests = [what | {"seed": seed} for seed in range(course.seeds)]
-    runs, ran_on = in_parts("aristos-loss", "dropping", requests, ALONE, asked.parts)
+    runs, ran_on = in_parts("aristos-loss", "dropping", requests, ALONE, options.parts)
     decides = course.steps >= 1000 and course.seeds >= 8
     return Finding(
         title="Aristos: what dropped choices cost a training",

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Asked, Finding
+from imbrex.reproduce.frame import Options, Finding
 from imbrex.reproduce.patience import Course, in_parts, settings
 from imbrex.reproduce.stage import RanOn
 from imbrex.reproduce.stragglers import NETWORK, Way
@@ -32,10 +32,10 @@ LIMIT_S = {False: 100.0, True: 600.0}
 BRIEFLY = Course(steps=100, seeds=1, held_out=16)
 
 
-def find(asked: Asked) -> Finding:
-    course = Course() if asked.full else BRIEFLY
-    course = replace(course, steps=asked.rounds) if asked.rounds else course
-    runs, ran_on = train_all(course, LIMIT_S[asked.full], asked.parts)
+def find(options: Options) -> Finding:
+    course = Course() if options.full else BRIEFLY
+    course = replace(course, steps=options.rounds) if options.rounds else course
+    runs, ran_on = train_all(course, LIMIT_S[options.full], options.parts)
     steps = min(run["steps"] for run in runs)
     budget_s = min(run["seconds"] for run in runs)
     enough = "" if steps == course.steps else f" (of {course.steps}: the time was up)"

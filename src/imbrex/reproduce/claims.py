@@ -97,7 +97,7 @@ class Claims:
         """The forward that a call is the backward of; `None`: it is a forward."""
         return None if call <= self.calls else 2 * self.calls - call
 
-    def _asked(self, rank: int, seat: Seat, stage: int) -> int:
+    def _peers_of(self, rank: int, seat: Seat, stage: int) -> int:
         """Ranks that a call is with, in its first two stages."""
         forward = self._forward_of(seat.call)
         if forward is None:
@@ -162,7 +162,7 @@ class Claims:
         if seat.phase == WRITE:
             return self._with(state, rank, seat._replace(phase=SEND, peers=self._others(rank)))
         if seat.phase == SEND:
-            return self._with(state, rank, seat._replace(phase=TAKE, peers=self._asked(rank, seat, TAKE)))
+            return self._with(state, rank, seat._replace(phase=TAKE, peers=self._peers_of(rank, seat, TAKE)))
         if seat.phase == CLOSE:
             # Those that moved on without a packet are no more here than those that were closed.
             places = [self._at(rank, p) for p in range(self.world)]
@@ -186,7 +186,7 @@ class Claims:
         following = seat._replace(
             phase=DONE if last else TURN, call=seat.call + 1, went=0, here=0, counts=0, behind=0
         )
-        peers = 0 if last else self._asked(rank, following, TURN)
+        peers = 0 if last else self._peers_of(rank, following, TURN)
         return self._with(state, rank, following._replace(peers=peers))
 
     def _begin_reading(self, state: World, rank: int, seat: Seat) -> World:

@@ -21,7 +21,7 @@ from imbrex.kernels import why_not_hopper
 from imbrex.overlap import Fused
 from imbrex.placement import contiguous
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Asked, Finding
+from imbrex.reproduce.frame import Options, Finding
 
 BLOCKS = tuple(range(4, 57, 4))
 PAPER = {(8, 4096): "18", (8, 16384): "26", (4, 16384): "46"}
@@ -45,11 +45,11 @@ class Sweep:
         return min((n for n in times if n > 0), key=times.__getitem__)
 
 
-def find(asked: Asked) -> Finding:
+def find(options: Options) -> Finding:
     """Measure the figure, with blanks where there are fewer GPUs than a way to divide them wants."""
     world = torch.cuda.device_count() if why_not_hopper() is None else 0
-    models = (MODEL, "qwen2-moe") if asked.full else (MODEL,)
-    sweeps = {model: measure(model, world, asked.rounds or 10) for model in models} if world > 1 else {}
+    models = (MODEL, "qwen2-moe") if options.full else (MODEL,)
+    sweeps = {model: measure(model, world, options.rounds or 10) for model in models} if world > 1 else {}
     rows = [
         row for model, of_model in sweeps.items() for sweep in of_model for row in _rows(model, world, sweep)
     ]

@@ -23,7 +23,7 @@ from imbrex.overlap import Fused, Serial
 from imbrex.placement import contiguous
 from imbrex.reproduce import chart
 from imbrex.reproduce.comet_figure_8 import draw_experts
-from imbrex.reproduce.frame import Asked, Finding
+from imbrex.reproduce.frame import Options, Finding
 
 MIXTRAL = MODELS["mixtral"]
 WAYS = NCCL, SERIAL, FUSED = "over NCCL", "serial", "fused"
@@ -59,7 +59,7 @@ class Figure:
     cases: Sequence[Case]
 
 
-def parallelism(asked: Asked) -> Finding:
+def parallelism(options: Options) -> Finding:
     """Figure 12."""
     world = count_gpus()
     whole = world or 8
@@ -73,10 +73,10 @@ def parallelism(asked: Asked) -> Finding:
         blank="The paper divides 8 GPUs; EP x TP of 8 is blank on fewer.",
         cases=[Case(name=f"EP {whole // tp} x TP {tp}", tokens=8192, tensor=tp) for tp in ways],
     )
-    return find(asked, figure, world)
+    return find(options, figure, world)
 
 
-def structures(asked: Asked) -> Finding:
+def structures(options: Options) -> Finding:
     """Figure 13."""
     sizes = ((8, 2), (8, 4), (16, 2), (16, 4), (32, 4))
     figure = Figure(
@@ -91,10 +91,10 @@ def structures(asked: Asked) -> Finding:
             for e, k in sizes
         ],
     )
-    return find(asked, figure, count_gpus())
+    return find(options, figure, count_gpus())
 
 
-def skewed(asked: Asked) -> Finding:
+def skewed(options: Options) -> Finding:
     """Figure 14, left."""
     figure = Figure(
         number=14,
@@ -106,7 +106,7 @@ def skewed(asked: Asked) -> Finding:
         "fewer GPUs.",
         cases=[Case(name=skew, tokens=8192, skew=skew) for skew in DEVIATIONS],
     )
-    return find(asked, figure, count_gpus())
+    return find(options, figure, count_gpus())
 
 
 def count_gpus() -> int:
@@ -115,9 +115,9 @@ def count_gpus() -> int:
     return world if world > 1 else 0
 
 
-def find(asked: Asked, figure: Figure, world: int) -> Finding:
+def find(options: Options, figure: Figure, world: int) -> Finding:
     """Measure a figure of layers, with blanks where there are no two GPUs."""
-    times = measure(figure.cases, world, asked.rounds or 20) if world else []
+    times = measure(figure.cases, world, options.rounds or 20) if world else []
     pairs = list(zip(figure.cases, times, strict=False))
     gains = [of[NCCL] / of[FUSED] for of in times]
     lines = [

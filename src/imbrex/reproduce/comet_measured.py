@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Asked, Finding
+from imbrex.reproduce.frame import Options, Finding
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 """A folder of the repository; an installed package has none."""
@@ -58,7 +58,7 @@ def table_of(rows: Iterable[Mapping[str, Any]], op: str, tokens: str) -> dict[Ce
     return cells
 
 
-def end_to_end(asked: Asked) -> Finding:
+def end_to_end(options: Options) -> Finding:
     """Figure 9, whole models."""
     rows, source = _read("models.json")
     cells = whole_models(rows)
@@ -99,7 +99,7 @@ def end_to_end(asked: Asked) -> Finding:
     )
 
 
-def breakdown(asked: Asked) -> Finding:
+def breakdown(options: Options) -> Finding:
     """Figure 1 a, what communication takes."""
     cells, source = _layers()
     lines = [
@@ -137,7 +137,7 @@ def breakdown(asked: Asked) -> Finding:
     )
 
 
-def layers(asked: Asked) -> Finding:
+def layers(options: Options) -> Finding:
     """Figures 10 and 11, one layer over tokens and what is hidden of its moves."""
     cells, source = _layers()
     lines, gains = [], []

@@ -6,7 +6,7 @@ from imbrex.bench.shapes import MODELS
 from imbrex.kernels.exchange.layout import layout
 from imbrex.placement import contiguous
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Asked, Finding
+from imbrex.reproduce.frame import Options, Finding
 from imbrex.transport.nvlink import Size
 
 PAPER_MB = {
@@ -35,7 +35,7 @@ def heap_mb(model: str, tokens: int, ranks: int) -> tuple[float, float]:
     return parts.nbytes / 2**20, (parts.values - parts.small_ids) / 2**20
 
 
-def find(asked: Asked) -> Finding:
+def find(options: Options) -> Finding:
     table, rows, ratios, main = [], [], [], []
     for (model, tokens), paper in PAPER_MB.items():
         ours = [heap_mb(model, tokens, ranks) for ranks in RANKS]

@@ -96,13 +96,13 @@ class Training:
         return {"held_out_nats": nats, "steps": course.steps, "seconds": round(seconds, 1)} | shares
 
 
-def on_rank(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+def on_rank(request: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A record of every way of a seed."""
-    course = Course(**asked["course"])
+    course = Course(**request["course"])
     corpus = load_corpus(length=course.length)
     return [
-        {"way": name, "seed": asked["seed"]} | Training(course, asked["seed"], every, corpus).run()
-        for name, every in asked["ways"].items()
+        {"way": name, "seed": request["seed"]} | Training(course, request["seed"], every, corpus).run()
+        for name, every in request["ways"].items()
     ]
 
 

@@ -23,13 +23,13 @@ def settings(transports: Sequence[str], sizes: Sequence[int], *, rounds: int) ->
     return {"transports": list(transports), "sizes": list(sizes), "rounds": rounds}
 
 
-def on_rank(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+def on_rank(request: Mapping[str, Any]) -> list[dict[str, Any]]:
     """`transport`, `bytes` and `seconds` of every round of the slowest rank, after one for warming up."""
     rows: list[dict[str, Any]] = []
-    for size in asked["sizes"]:
-        moves = {name: _Move(name, size) for name in asked["transports"]}
+    for size in request["sizes"]:
+        moves = {name: _Move(name, size) for name in request["transports"]}
         times: dict[str, list[float]] = {name: [] for name in moves}
-        for number in range(asked["rounds"] + 1):
+        for number in range(request["rounds"] + 1):
             for name, move in moves.items():
                 dist.barrier()
                 begin = time.perf_counter()

@@ -6,7 +6,7 @@ from typing import Any
 
 from imbrex.reproduce import chart
 from imbrex.reproduce.exchanges import median, settings
-from imbrex.reproduce.frame import Asked, Finding
+from imbrex.reproduce.frame import Options, Finding
 from imbrex.reproduce.stage import Network, RanOn, on_ranks
 
 TRANSPORTS = ("sequential", "pipe", "alltoall", "2dh", "1dh")
@@ -23,9 +23,9 @@ PAPER = {
 }
 
 
-def find(asked: Asked) -> Finding:
-    rounds = asked.rounds or (20 if asked.full else 5)
-    sizes = (*SIZES, 1 << 25) if asked.full else SIZES
+def find(options: Options) -> Finding:
+    rounds = options.rounds or (20 if options.full else 5)
+    sizes = (*SIZES, 1 << 25) if options.full else SIZES
     measured, ran_on = on_ranks(
         "exchanges", settings(TRANSPORTS, sizes, rounds=rounds), NETWORK, timeout_s=600
     )

@@ -1,4 +1,4 @@
-"""The question and the answer that every reproduction has."""
+"""Options and result of a reproduction: `Options`, `Finding`, and how both become a table."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """The settings of a reproduction.
+class Options:
+    """The options of a reproduction.
 
-    full: as large as the claim, instead of a few minutes on a laptop. rounds: of every timing; 0 is the
-    reproduction's own choice. data: text files, where text is needed. parts: a folder for finished parts of
-    a reproduction that takes long and has such: those that are there are not made again."""
+    full: run at the paper's size, instead of a few minutes on a laptop. rounds: the number of rounds of every
+        timing; 0 lets the reproduction choose. data: files of text or of traces, for reproductions that read
+        them. parts: a folder in which a long reproduction stores finished parts. Parts that are there already
+        are not run again.
+    """
 
     full: bool = False
     rounds: int = 0
@@ -23,11 +25,12 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """The answer of a reproduction.
+    """The result of a reproduction.
 
-    title, question: of the result file. head, table: the paper's figures beside ours. differs: what is
-    not as in the paper. verdict: what holds, what does not, and where the paper cannot be right.
-    rows: for the result file. chart: SVG."""
+    title, question: those of the result file. head, table: the paper's figures beside ours. differs:
+        sentences that say what is not as in the paper. verdict: sentences that say which claims hold, which
+        do not, and where the paper cannot be right. rows: those of the result file. chart: an SVG.
+    """
 
     title: str
     question: str

@@ -18,7 +18,7 @@ from imbrex.bench.exchange.parts import SWEEP, sweep
 from imbrex.bench.exchange.rows import Rows
 from imbrex.kernels import why_not_hopper
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Asked, Finding
+from imbrex.reproduce.frame import Options, Finding
 
 COMMITTED = Path(__file__).parents[3] / "benchmarks" / "results" / "exchange.json"
 """A sweep of two and four H200, in a checkout of the repository; an installed package has none."""
@@ -40,15 +40,15 @@ Curves = Mapping[tuple[int, str, str], Mapping[int, float]]
 """Logical GB/s by multiprocessors, by ranks, call and layout of rows."""
 
 
-def bandwidth(asked: Asked) -> Finding:
-    return _swept(asked, "bf16", "Hybrid-EP: bandwidth over multiprocessors", PAPER)
+def bandwidth(options: Options) -> Finding:
+    return _swept(options, "bf16", "Hybrid-EP: bandwidth over multiprocessors", PAPER)
 
 
-def fp8(asked: Asked) -> Finding:
-    return _swept(asked, "fp8", "Hybrid-EP: bandwidth over multiprocessors, fp8", {})
+def fp8(options: Options) -> Finding:
+    return _swept(options, "fp8", "Hybrid-EP: bandwidth over multiprocessors, fp8", {})
 
 
-def end_to_end(asked: Asked) -> Finding:
+def end_to_end(options: Options) -> Finding:
     """The article's table beside blanks."""
     return Finding(
         title="Hybrid-EP: models in Megatron",
@@ -69,9 +69,9 @@ def end_to_end(asked: Asked) -> Finding:
     )
 
 
-def _swept(asked: Asked, dtype: str, title: str, paper: Mapping[str, str]) -> Finding:
+def _swept(options: Options, dtype: str, title: str, paper: Mapping[str, str]) -> Finding:
     world = torch.cuda.device_count() if why_not_hopper() is None else 0
-    rows = measure(world, asked.rounds or 20) if world > 1 else []
+    rows = measure(world, options.rounds or 20) if world > 1 else []
     rows = [row for row in rows if row["case"]["dtype"] == dtype]
     curves, source = curves_of(rows), f"{world} GPUs of this machine"
     if not rows:

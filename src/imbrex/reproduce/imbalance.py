@@ -17,16 +17,16 @@ import torch
 from imbrex.placement import read_history
 from imbrex.placement.packing import Ints
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Asked, Finding
+from imbrex.reproduce.frame import Options, Finding
 
 STEPS, TEXTS, LENGTH = 60, 8, 256
 BATCH = 32
 """Tokens of an iteration of one request."""
 
 
-def heat_map(asked: Asked) -> Finding:
+def heat_map(options: Options) -> Finding:
     """Choices by rank and layer with experts in their order, and the fullest rank over the mean."""
-    requests, source = _requests(asked)
+    requests, source = _requests(options)
     counts_LE = np.concatenate([of for _, of in requests]).sum(0)
     layers, experts = counts_LE.shape
     ranks = next(w for w in (32, 16, 8, 4, 2, 1) if experts % w == 0 and experts > w)
@@ -87,9 +87,9 @@ def _cause(of_rank: np.ndarray) -> str:
     )
 
 
-def similarity(asked: Asked) -> Finding:
+def similarity(options: Options) -> Finding:
     """Cosine similarity of experts' loads: of neighbouring iterations, of requests, of tasks."""
-    requests, source = _requests(asked)
+    requests, source = _requests(options)
     pairs = _similarities(requests)
     lacking = [name for name in NAMES[:2] if not pairs[name]]
     if lacking:
@@ -156,14 +156,14 @@ def _cosines(a_LE: Ints, b_LE: Ints) -> list[float]:
     return both.tolist()
 
 
-def _requests(asked: Asked) -> tuple[list[tuple[str, Ints]], str]:
+def _requests(options: Options) -> tuple[list[tuple[str, Ints]], str]:
     """Requests, each with its task and counts [iterations, layers, experts], and what they are of."""
-    if not asked.data:
+    if not options.data:
         return _of_demo(), f"the demo's model after {STEPS} steps"
-    requests = [request for name in asked.data for request in _of_file(Path(name))]
+    requests = [request for name in options.data for request in _of_file(Path(name))]
     if len(requests) < 2:
-        raise ValueError(f"reproduce: {asked.data[0]} has one request; give a longer trace, or several files")
-    return requests, ", ".join(Path(name).name for name in asked.data)
+        raise ValueError(f"reproduce: {options.data[0]} has one request; give a longer trace, or several files")
+    return requests, ", ".join(Path(name).name for name in options.data)
 
 
 def _of_file(path: Path) -> list[tuple[str, Ints]]:

@@ -74,14 +74,14 @@ def read(measured: Mapping[str, Any]) -> dict[str, Timed]:
     return {name: Timed(**of) for name, of in measured.items()}
 
 
-def on_rank(asked: Mapping[str, Any]) -> dict[str, Any]:
+def on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
     """Time every way in turn within a round, after two rounds for warming up."""
-    work = Work(**asked["work"])
-    stacks = {name: _Stack(work, Way(**way)) for name, way in asked["ways"].items()}
+    work = Work(**request["work"])
+    stacks = {name: _Stack(work, Way(**way)) for name, way in request["ways"].items()}
     torch.manual_seed(1 + dist.get_rank())
     x_TD = torch.randn(work.tokens, work.width)
     rounds_by_name: dict[str, list[tuple[float, ...]]] = {name: [] for name in stacks}
-    for number in range(asked["rounds"] + 2):
+    for number in range(request["rounds"] + 2):
         for name, stack in stacks.items():
             took = stack.step(x_TD, number)
             if number >= 2:

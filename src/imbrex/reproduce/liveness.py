@@ -10,7 +10,7 @@ from typing import Any
 
 from imbrex.reproduce import chart
 from imbrex.reproduce.claims import Claims
-from imbrex.reproduce.frame import Asked, Finding
+from imbrex.reproduce.frame import Options, Finding
 from imbrex.reproduce.interleavings import (
     BACKWARD,
     FORWARD,
@@ -194,8 +194,8 @@ def every_case(full: bool) -> list[Case]:
     return cases + [claimed(claims, walks=WALKS[full]) for claims in WALKED]
 
 
-def find(asked: Asked) -> Finding:
-    cases = every_case(asked.full)
+def find(options: Options) -> Finding:
+    cases = every_case(options.full)
     bad = sum(case.faulty for case in cases if case.name != "printed")
     equal = [case for case in cases if case.name == "printed" and len(set(case.epsilons)) == 1]
     shares = {" ".join(_line(case)[:2]): {"share": case.faulty / case.cases} for case in cases}

@@ -98,9 +98,9 @@ def in_parts(
     return runs, ran_on
 
 
-def on_rank(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+def on_rank(request: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A record of every training; see `_Training.gather`."""
-    course, clock = Course(**asked["course"]), Clock(asked["limit_s"])
+    course, clock = Course(**request["course"]), Clock(request["limit_s"])
     corpus = load_corpus(length=course.length)
     plain = _Training("", Way(schedule="serial"), 0, course, corpus, median_s=0.0)
     for step in range(4 * WARM):
@@ -108,10 +108,10 @@ def on_rank(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
     median_s = largest(statistics.median(plain.seconds[WARM:]))
     trainings = [
         _Training(name, Way(**way), seed, course, corpus, median_s)
-        for seed in asked["seeds"]
-        for name, way in asked["ways"].items()
+        for seed in request["seeds"]
+        for name, way in request["ways"].items()
     ]
-    is_late = {seed: LateSteps(course.share, seed) for seed in asked["seeds"]}
+    is_late = {seed: LateSteps(course.share, seed) for seed in request["seeds"]}
     for step in range(course.steps):
         late = {seed: of_seed(step) for seed, of_seed in is_late.items()}
         turn = step % len(trainings)

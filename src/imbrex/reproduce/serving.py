@@ -19,7 +19,7 @@ from imbrex.bench.serve.models import ALONE, Way, make_model
 from imbrex.bench.serve.report import curves, front, name_of
 from imbrex.layer import MoELayer
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Asked, Finding
+from imbrex.reproduce.frame import Options, Finding
 from imbrex.reproduce.stage import Network, on_ranks
 from imbrex.serve.decoding import Drafting
 from imbrex.serve.engine import Engine, Settings
@@ -33,9 +33,9 @@ INPUT, OUTPUT, CHUNK = 16, 12, (2, 16)
 HEAD_WIDTH, HEAD_VOCABULARY = 512, 32768
 
 
-def pareto(asked: Asked) -> Finding:
+def pareto(options: Options) -> Finding:
     """EP over data parallelism, with drafts and without, over the number of users."""
-    users = [2, 4, 8, 16] if asked.full else [2, 8]
+    users = [2, 4, 8, 16] if options.full else [2, 8]
     rows, ran_on = on_ranks("serving", {"what": "pareto", "users": users}, PLAIN)
     by_name = curves(rows)
     points = [row for of in by_name.values() for row in of]
@@ -70,10 +70,10 @@ def pareto(asked: Asked) -> Finding:
     )
 
 
-def pareto_replayed(asked: Asked) -> Finding:
+def pareto_replayed(options: Options) -> Finding:
     """TensorRT-LLM's Pareto curves at real widths, replayed from steps that were timed on GPUs; with --full
     all loads."""
-    rows, where = _replayed_rows(LOADS if asked.full else LOADS[:1])
+    rows, where = _replayed_rows(LOADS if options.full else LOADS[:1])
     if not rows:
         raise ValueError(
             "reproduce: no steps and chunks of serving were measured; `make gpu-bench NAME=serve`"
@@ -148,9 +148,9 @@ def _replayed_chart(by_model: Mapping[str, list[Mapping[str, Any]]]) -> str:
     return chart.lines(points, "tokens/s a user", "tokens/s a GPU", logarithmic=True)
 
 
-def lm_head(asked: Asked) -> Finding:
+def lm_head(options: Options) -> Finding:
     """A head whose vocabulary is split over the ranks, against one that every rank has."""
-    rounds = asked.rounds or (50 if asked.full else 20)
+    rounds = options.rounds or (50 if options.full else 20)
     rows, ran_on = on_ranks("serving", {"what": "lm_head", "rounds": rounds}, PLAIN)
     by_tokens = {row["case"]["T"]: row for row in rows if row["impl"] == "split"}
     whole = {row["case"]["T"]: row["median_us"] for row in rows if row["impl"] == "whole"}

@@ -20,7 +20,7 @@ from imbrex.placement.sharding import (
     total_seconds,
 )
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Asked, Finding
+from imbrex.reproduce.frame import Options, Finding
 
 SIZES = {False: (4, 6, 8, 10), True: (4, 6, 8, 10, 12)}
 """Devices whose links are all drawn."""
@@ -110,8 +110,8 @@ def random_tiers(drawn: random.Random, nodes: int, size: int) -> tuple[Network, 
     return Network(nodes=nodes, size=size, inside=inside, across=across), room, work
 
 
-def find(asked: Asked) -> Finding:
-    full = asked.full
+def find(options: Options) -> Finding:
+    full = options.full
     rows = [_drawn(size, (INSTANCES if size <= 8 else FEWER)[full]) for size in SIZES[full]]
     rows += [_tiers(nodes, size, FEWER[full]) for nodes, size in TIERS[full]]
     topology = Topology.of(LARGE, room=16, row_s=ROW_S)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Asked, Finding
+from imbrex.reproduce.frame import Options, Finding
 from imbrex.simulate import (
     Case,
     Entry,
@@ -41,7 +41,7 @@ MIXTRAL = Shape(width=4096, inner=14336, experts=8, top_k=2)
 LABEL = "Simulated: no line is a measurement. Costs are the H200 profile's, measured on at most 4 GPUs."
 
 
-def comet(asked: Asked) -> Finding:
+def comet(options: Options) -> Finding:
     """Comet's figures 10 to 14: one layer over tokens, ways to divide 8 GPUs, experts and skew."""
     rows, table = [], []
     for figure, what, case, (ep, tp) in _comet_cases():
@@ -111,7 +111,7 @@ def _comet_cases() -> list[tuple[str, str, Case, tuple[int, int]]]:
     ]
 
 
-def hybrid_ep(asked: Asked) -> Finding:
+def hybrid_ep(options: Options) -> Finding:
     """Hybrid-EP's bandwidths at 8, 4 x 8 and 36 GPUs."""
     profile = Profile.load("h200")
     places = {
@@ -159,7 +159,7 @@ def _dispatch(ranks: int, fabric: Fabric, transport: str) -> tuple[tuple[str, st
     return (f"{1e6 * seconds:.0f}", f"{port:.0f}", f"{logical / seconds / 1e9:.0f}"), row
 
 
-def wide_ep(asked: Asked) -> Finding:
+def wide_ep(options: Options) -> Finding:
     """TensorRT-LLM's scaling of EP: decode of DeepSeek-V3 from 4 to 72 ranks of one NVLink domain."""
     profile, shape = Profile.load("h200"), Shape(width=7168, inner=2048, experts=256, top_k=8)
     table, rows = [], []
@@ -202,7 +202,7 @@ def wide_ep(asked: Asked) -> Finding:
     )
 
 
-def schemoe(asked: Asked) -> Finding:
+def schemoe(options: Options) -> Finding:
     """ScheMoE's cluster, 8 nodes of 4 slow GPUs, by its own rates, and other networks under them."""
     table, rows = [], []
     shape = Shape(width=8192, inner=8192 * 2 // 3, experts=32, top_k=1, value_bytes=4)

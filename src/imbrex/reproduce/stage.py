@@ -85,7 +85,7 @@ def on_ranks(
     """
     check_memory(network.size)
     with tempfile.TemporaryDirectory(prefix="imbrex-") as folder:
-        request, answer = Path(folder, "asked.json"), Path(folder, "told.json")
+        request, answer = Path(folder, "request.json"), Path(folder, "answer.json")
         request.write_text(json.dumps(settings))
         words = [sys.executable, "-m", "imbrex.reproduce.stage", job, str(request), str(answer)]
         why_not = _on_netlab(words, network, timeout_s)

@@ -19,7 +19,7 @@ from imbrex.bench.shapes import Shape
 from imbrex.bench.skew import make_routing
 from imbrex.observe import Recorder, fold
 from imbrex.overlap import Events
-from imbrex.reproduce.frame import Asked
+from imbrex.reproduce.frame import Options
 from imbrex.reproduce.stage import Network, RanOn, on_ranks
 
 LATE = 3
@@ -94,18 +94,18 @@ class Clock:
         return bool(over)
 
 
-def on_rank(asked: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def on_rank(request: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Measurements by way: `seconds` [steps][ranks], `late` steps, `dropped` of all `choices`, milliseconds
     by phase."""
-    load, clock = Load(**asked["load"]), Clock(asked["limit_s"])
+    load, clock = Load(**request["load"]), Clock(request["limit_s"])
     torch.manual_seed(dist.get_rank())
     x_TD = torch.randn(load.tokens, load.width)
-    ways = {name: Way(**way) for name, way in asked["ways"].items()}
+    ways = {name: Way(**way) for name, way in request["ways"].items()}
     medians_s = {backward: _median(load, x_TD, backward) for backward in (True, False)}
     runners = {name: _Runner(way, load, x_TD, medians_s[way.backward]) for name, way in ways.items()}
     is_late = LateSteps(load.share)
     # Waits are learnt, and caches warm, before anything counts.
-    for number in range(-2 * round(1 / load.share), asked["steps"]):
+    for number in range(-2 * round(1 / load.share), request["steps"]):
         late, turn = is_late(number), number % len(runners)
         names = list(runners)
         for name in names[turn:] + names[:turn]:
@@ -227,10 +227,10 @@ def communicating(of_phases: Mapping[str, float]) -> float:
     return sum(of_phases.get(name, 0.0) for name in ("plan", "dispatch", "combine"))
 
 
-def measure(asked: Asked, ways: Mapping[str, Way]) -> tuple[dict[str, Any], RanOn, int]:
+def measure(options: Options, ways: Mapping[str, Way]) -> tuple[dict[str, Any], RanOn, int]:
     """The record of every way, where it ran, and how many steps each had."""
-    limit_s = math.inf if asked.rounds else LIMIT_S[asked.full]
-    request = settings(ways, Load(), steps=asked.rounds or STEPS[asked.full], limit_s=limit_s)
+    limit_s = math.inf if options.rounds else LIMIT_S[options.full]
+    request = settings(ways, Load(), steps=options.rounds or STEPS[options.full], limit_s=limit_s)
     measured, ran_on = on_ranks("stragglers", request, NETWORK, timeout_s=3600.0)
     return measured, ran_on, min(len(way["seconds"]) for way in measured.values())
 

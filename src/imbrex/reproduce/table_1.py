@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Asked, Finding, timed_rows
+from imbrex.reproduce.frame import Options, Finding, timed_rows
 from imbrex.reproduce.layers import Timed, Way, Work, read, settings
 from imbrex.reproduce.stage import Network, RanOn, on_ranks
 
@@ -19,8 +19,8 @@ NETWORK = Network(nodes=2, ranks_per_node=2, inter="300mbit")
 ROUNDS = 7
 
 
-def find(asked: Asked) -> Finding:
-    rounds = asked.rounds or (20 if asked.full else ROUNDS)
+def find(options: Options) -> Finding:
+    rounds = options.rounds or (20 if options.full else ROUNDS)
     rows: list[dict[str, Any]] = []
     times_of: dict[int, Timed] = {}
     ran_on = RanOn(network=NETWORK)

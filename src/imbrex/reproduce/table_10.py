@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Asked, Finding, timed_rows
+from imbrex.reproduce.frame import Options, Finding, timed_rows
 from imbrex.reproduce.layers import Timed, Way, Work, read, settings
 from imbrex.reproduce.stage import Network, RanOn, on_ranks
 from imbrex.reproduce.testbed import TESTBED
@@ -42,8 +42,8 @@ ABOUT = 0.1
 from them, and they are measured again."""
 
 
-def find(asked: Asked) -> Finding:
-    rounds = asked.rounds or (20 if asked.full else ROUNDS)
+def find(options: Options) -> Finding:
+    rounds = options.rounds or (20 if options.full else ROUNDS)
     work, timed, ran_on = _measure(rounds)
     naive, whole = timed["naive"], timed["codec+a2a+schedule"]
     after = timed["codec"].step / whole.step

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Asked, Finding, timed_rows
+from imbrex.reproduce.frame import Options, Finding, timed_rows
 from imbrex.reproduce.layers import Timed, Way, Work, read, settings
 from imbrex.reproduce.stage import Network, RanOn, on_ranks
 from imbrex.reproduce.table_7 import WAYS
@@ -26,8 +26,8 @@ TOKENS_FOR, WIDTH_FOR = 8, 8
 ROUNDS = 5
 
 
-def find(asked: Asked) -> Finding:
-    rounds = asked.rounds or (15 if asked.full else ROUNDS)
+def find(options: Options) -> Finding:
+    rounds = options.rounds or (15 if options.full else ROUNDS)
     measured, rows, ran_on = _measure(rounds)
     here = fit(measured)
     gains = {

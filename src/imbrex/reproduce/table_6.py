@@ -10,7 +10,7 @@ from typing import Any
 from imbrex.demo.corpus import load_corpus
 from imbrex.reproduce import chart
 from imbrex.reproduce.convergence import TOLERANCE_NATS, Learned, learned
-from imbrex.reproduce.frame import Asked, Finding
+from imbrex.reproduce.frame import Options, Finding
 from imbrex.reproduce.teams import train_all
 from imbrex.reproduce.training import RANKS, VARIANTS, Size, perplexity
 
@@ -26,14 +26,14 @@ BRIEFLY = ("dense", "none", "fp16", "int8", "int8-truncated")
 HARMLESS = ("fp16", "bf16", "fp8", "int8", "zfp2d-8")
 
 
-def find(asked: Asked) -> Finding:
+def find(options: Options) -> Finding:
     size = Size()
-    if not asked.full:
+    if not options.full:
         size = replace(size, recipe=replace(size.recipe, steps=200), held_out=16)
-    names, seeds = (tuple(VARIANTS), 3) if asked.full else (BRIEFLY, 1)
+    names, seeds = (tuple(VARIANTS), 3) if options.full else (BRIEFLY, 1)
     tasks = [(name, seed) for seed in range(seeds) for name in names]
     teams = max(1, (os.cpu_count() or RANKS) // RANKS)
-    corpus = load_corpus(asked.data, length=size.recipe.length)
+    corpus = load_corpus(options.data, length=size.recipe.length)
     results = train_all(tasks, corpus, size=size, teams=teams)
     every = learned(results)
     return Finding(
@@ -47,9 +47,9 @@ def find(asked: Asked) -> Finding:
             "the paper trains 435,000 and 500,000 steps.",
             f"Experts on {RANKS} ranks: half of the rows cross, encoded in all four crossings.",
             "The paper's INT8 is here `int8-truncated`, as in its released code; `int8` rounds.",
-            "" if asked.full else "Few steps and one seed: --full takes three seeds of 1000 steps.",
+            "" if options.full else "Few steps and one seed: --full takes three seeds of 1000 steps.",
         ),
-        verdict=_verdict(every, full=asked.full),
+        verdict=_verdict(every, full=options.full),
         rows=[row_of(result, size) for result in results],
         chart=picture(every),
     )

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Asked, Finding, timed_rows
+from imbrex.reproduce.frame import Options, Finding, timed_rows
 from imbrex.reproduce.layers import Timed, Way, Work, read, settings
 from imbrex.reproduce.stage import Network, RanOn, on_ranks
 from imbrex.reproduce.table_1 import PAPER as MOVED
@@ -40,12 +40,12 @@ NETWORK = Network(nodes=2, ranks_per_node=2, inter="300mbit")
 ROUNDS = 5
 
 
-def find(asked: Asked) -> Finding:
-    rounds = asked.rounds or (20 if asked.full else ROUNDS)
+def find(options: Options) -> Finding:
+    rounds = options.rounds or (20 if options.full else ROUNDS)
     rows: list[dict[str, Any]] = []
     runs: dict[int, dict[str, Timed]] = {}
     ran_on = RanOn(network=NETWORK)
-    for layers in PAPER if asked.full else (12, 24):
+    for layers in PAPER if options.full else (12, 24):
         work = replace(WORK, layers=layers // LAYERS_FOR)
         measured, ran_on = on_ranks("layers", settings(WAYS, work, rounds=rounds), NETWORK)
         runs[layers] = read(measured)

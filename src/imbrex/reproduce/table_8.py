@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Asked, Finding, timed_rows
+from imbrex.reproduce.frame import Options, Finding, timed_rows
 from imbrex.reproduce.layers import Way, Work, read, settings
 from imbrex.reproduce.stage import Network, on_ranks
 from imbrex.reproduce.table_7 import EMULATED, WAYS
@@ -16,8 +16,8 @@ NETWORK = Network(nodes=2, ranks_per_node=2, inter="100mbit")
 ROUNDS = 9
 
 
-def find(asked: Asked) -> Finding:
-    rounds = asked.rounds or (20 if asked.full else ROUNDS)
+def find(options: Options) -> Finding:
+    rounds = options.rounds or (20 if options.full else ROUNDS)
     ways = {
         **{name: WAYS[name] for name in ("megatron", "tutel", "schemoe")},
         "codec only": Way(codec="int8"),

@@ -17,7 +17,7 @@ import imbrex
 from imbrex.experts.products import run_grouped_mm
 from imbrex.placement import contiguous
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Asked, Finding
+from imbrex.reproduce.frame import Options, Finding
 from imbrex.reproduce.stage import Network, on_ranks
 
 EXPERTS, TOP_K, TOKENS, WIDTH, INNER = 64, 8, 32, 256, 512
@@ -25,9 +25,9 @@ SIZES = (1, 2, 4, 8, 16, 32)
 BYTES = 4
 
 
-def intensity(asked: Asked) -> Finding:
+def intensity(options: Options) -> Finding:
     """Operations a byte of a rank's grouped products over the size of EP, and how fast they are here."""
-    rounds = asked.rounds or (30 if asked.full else 8)
+    rounds = options.rounds or (30 if options.full else 8)
     rows = [_products(ranks, rounds) for ranks in SIZES]
     gain = rows[0]["median_us"] / rows[-1]["median_us"]
     grows = rows[-1]["flop_byte"] / rows[0]["flop_byte"]
@@ -83,9 +83,9 @@ def _products(ranks: int, rounds: int) -> dict[str, Any]:
     return {"op": "experts", "impl": "grouped", "case": case, "n": rounds} | timed | speed
 
 
-def auxiliary(asked: Asked) -> Finding:
+def auxiliary(options: Options) -> Finding:
     """Expansion, activation and sums over the size of EP: of the rows that there are, or the room."""
-    rounds = asked.rounds or (30 if asked.full else 8)
+    rounds = options.rounds or (30 if options.full else 8)
     rows = [row for ranks in SIZES for row in _glue(ranks, rounds)]
     by_way = {way: {row["case"]["W"]: row["median_us"] for row in rows if row["impl"] == way} for way in GLUE}
     valid, room = (by_way[way] for way in GLUE)
@@ -149,11 +149,11 @@ def _glue(ranks: int, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
-def collectives(asked: Asked) -> Finding:
+def collectives(options: Options) -> Finding:
     """AllGather and ReduceScatter against all-to-all, over the size of EP."""
-    rounds = asked.rounds or (20 if asked.full else 5)
+    rounds = options.rounds or (20 if options.full else 5)
     rows, where = [], ""
-    for ranks in (2, 4, 8) if asked.full else (2, 4):
+    for ranks in (2, 4, 8) if options.full else (2, 4):
         network = Network(nodes=1, ranks_per_node=ranks, inter="none")
         measured, ran_on = on_ranks("wide_ep", {"rounds": rounds}, network)
         rows, where = rows + measured, str(ran_on)
