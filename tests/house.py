@@ -483,7 +483,7 @@ BARE = frozenset(
 )
 
 
-NAMED = BARE & {"found", "given", "told", "made", "kept"}
+NAMED = BARE & {"found", "given", "told", "made", "kept", "asked", "wanted", "taken", "most"}
 """Those that are refused as parameters, attributes and functions, too."""
 
 

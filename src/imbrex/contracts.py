@@ -468,10 +468,11 @@ class Transport(Backend, Protocol):
     @property
     def ranks_per_node(self) -> int | None: ...
 
-    def plan(self, wanted: Sequence[Tensor], rows: Sequence[Tensor] | None) -> list[Traffic]:
+    def plan(self, destinations: Sequence[Tensor], rows: Sequence[Tensor] | None) -> list[Traffic]:
         """The traffic of several dispatches at once. Collective, unless `rows` is given.
 
-        wanted: for each dispatch, the ranks that want each token, bool [T, W]; this rank's column is ignored.
+        destinations: for each dispatch, the ranks that each token goes to, bool [T, W]; the column of this
+            rank is ignored.
         rows: the rows that every rank sends to every other, int64 [W, W] on the host, zeros on the diagonal.
         """
         ...

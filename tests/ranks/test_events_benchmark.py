@@ -69,7 +69,7 @@ def test_rows_of_a_layer_make_a_result_file_and_a_table(
     out = tmp_path / "events.json"
     out.write_bytes((results.RESULTS / "events.json").read_bytes())
     before = json.loads(out.read_text())["rows"]
-    asked = events_layer.Options(
+    asked = events_layer.Asked(
         model="small",
         tokens=9,
         repeats=REPEATS,

@@ -10,8 +10,8 @@ import torch
 
 from imbrex.cli import demo as command
 from imbrex.cli import main
-from imbrex.demo import settings as demo
 from imbrex.demo import folder
+from imbrex.demo import settings as demo
 from imbrex.launch.ranks import words_of
 from imbrex.parallel import checkpoint
 

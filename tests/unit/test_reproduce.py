@@ -20,8 +20,8 @@ from imbrex.contracts import Codec
 from imbrex.demo.training import Shape
 from imbrex.reproduce import (
     TABLES,
-    Options,
     Finding,
+    Options,
     chart,
     comet_figure_8,
     comet_layer,

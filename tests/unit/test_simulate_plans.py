@@ -53,8 +53,8 @@ def test_what_share_of_tokens_want_a_rank() -> None:
     crowd = traffic.Crowd(ranks=4, tensor=1, experts=256, top_k=8, tokens=1, row_bytes=1)
     draws = np.random.default_rng(0)
     ids = np.stack([draws.choice(256, 8, replace=False) for _ in range(20000)])
-    assert traffic.wanted(crowd, 1) == pytest.approx(np.mean((ids < 64).any(1)), abs=0.01)
-    assert traffic.wanted(crowd, 2) == pytest.approx(np.mean((ids < 128).any(1)), abs=0.01)
+    assert traffic.share_reached(crowd, 1) == pytest.approx(np.mean((ids < 64).any(1)), abs=0.01)
+    assert traffic.share_reached(crowd, 2) == pytest.approx(np.mean((ids < 128).any(1)), abs=0.01)
 
 
 def test_a_shared_port_and_an_oversubscribed_tier_are_slower() -> None:

@@ -280,7 +280,7 @@ class OnlineBalancer:
         self.tally.set(late=0)
         ended, self._round = self._round, None
         if verdict == Verdict.DROP:
-            self._drop(ended, votes, wanted=void)
+            self._drop(ended, votes, intended=void)
             return []
         self._failures = 0
         return self._switch(ended)
@@ -306,10 +306,10 @@ class OnlineBalancer:
         self.tally.add(seconds_hidden=migrated.seconds)
         return [self.seats[change.layer].number for change in migrated.changes]
 
-    def _drop(self, ended: Round, votes: list[Vote], *, wanted: bool) -> None:
+    def _drop(self, ended: Round, votes: list[Vote], *, intended: bool) -> None:
         """The placements stay. Too many failures in a row, the same on every rank, end the balancing."""
         self.tally.add(drops=1)
-        if wanted:
+        if intended:
             return
         self._failures += 1
         if self._failures < self.most_failures:

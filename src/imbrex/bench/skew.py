@@ -68,28 +68,28 @@ def _shares(kind: str, value: str, skew: str, shape: Shape, generator: torch.Gen
     return _shares_of_std(number, num_experts, largest, generator)
 
 
-def _cap(shares_E: Tensor, most: float) -> Tensor:
-    """No expert above `most`, as a token chooses it at most once; the others get the rest in proportion."""
+def _cap(shares_E: Tensor, cap: float) -> Tensor:
+    """No expert above `cap`, as a token chooses it at most once; the others get the rest in proportion."""
     for _ in range(shares_E.numel()):
-        full = shares_E >= most
-        free = 1 - most * int(full.sum())
+        full = shares_E >= cap
+        free = 1 - cap * int(full.sum())
         if free <= 0 or not full.any():
             break
         rest = shares_E.masked_fill(full, 0)
-        shares_E = torch.where(full, most, rest * (free / rest.sum().clamp(min=1e-300)))
+        shares_E = torch.where(full, cap, rest * (free / rest.sum().clamp(min=1e-300)))
     return shares_E / shares_E.sum()
 
 
-def _shares_of_std(std: float, num_experts: int, most: float, generator: torch.Generator) -> Tensor:
+def _shares_of_std(std: float, num_experts: int, cap: float, generator: torch.Generator) -> Tensor:
     direction = torch.randn(num_experts, dtype=torch.float64, generator=generator)
     direction = (direction - direction.mean()) / max(float(direction.std(correction=0)), 1e-300)
     mean, low, high = 1 / num_experts, 0.0, 1e3 / num_experts
-    # Clipping at 0 and `most` pulls the deviation in, so the length along `direction` is searched for.
+    # Clipping at 0 and `cap` pulls the deviation in, so the length along `direction` is searched for.
     for _ in range(80):
         length = (low + high) / 2
-        shares = _cap((mean + length * direction).clamp(min=0), most)
+        shares = _cap((mean + length * direction).clamp(min=0), cap)
         low, high = (length, high) if float(shares.std(correction=0)) < std else (low, length)
-    shares = _cap((mean + high * direction).clamp(min=0), most)
+    shares = _cap((mean + high * direction).clamp(min=0), cap)
     reached = float(shares.std(correction=0))
     if abs(reached - std) > 0.02 * std + 1e-9:
         raise ValueError(f"--skew: {num_experts} experts do not reach std:{std}; use less than {reached:.3f}")

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from imbrex.demo import settings, folder
+from imbrex.demo import folder, settings
 from imbrex.demo.settings import DEFAULTS
 from imbrex.launch.local import EXIT_REFUSED, end_with_launcher, is_worker, launch
 

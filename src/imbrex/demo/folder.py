@@ -20,7 +20,7 @@ from typing import Any
 
 from imbrex.balancer.report import JOURNAL, METRICS
 
-ASKED, CHECKPOINT, RANKS, BALANCE = "run.json", "checkpoint", "ranks", "balance.html"
+RUN_FILE, CHECKPOINT, RANKS, BALANCE = "run.json", "checkpoint", "ranks", "balance.html"
 NEEDED_BYTES = 100 << 20
 _FORMAT = "imbrex demo 1"
 _held: dict[Path, int] = {}
@@ -44,17 +44,17 @@ def files_of(args: argparse.Namespace) -> tuple[str, ...]:
 def earlier(out: Path) -> Earlier | None:
     """The run that wrote to `out`, or `None`. Raises ValueError for a `run.json` of anybody else's."""
     try:
-        written = json.loads((out / ASKED).read_text())
+        written = json.loads((out / RUN_FILE).read_text())
         if written["wrote"] != _FORMAT:
             raise ValueError("another format")
         return Earlier(settings=dict(written["settings"]), files=frozenset(map(str, written["files"])))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise ValueError(f"cannot read {out / ASKED}: {error.strerror}: choose another --out") from None
+        raise ValueError(f"cannot read {out / RUN_FILE}: {error.strerror}: choose another --out") from None
     except (ValueError, KeyError, TypeError):
         raise ValueError(
-            f"{out / ASKED} is of no run of this version's demo, or damaged: choose another --out"
+            f"{out / RUN_FILE} is of no run of this version's demo, or damaged: choose another --out"
         ) from None
 
 
@@ -158,9 +158,9 @@ def _write(out: Path, args: argparse.Namespace, settings: Sequence[str]) -> None
         "files": sorted(old | {*files_of(args)}),
         "settings": {name: getattr(args, name) for name in settings},
     }
-    draft = out / f".{ASKED}.draft"
+    draft = out / f".{RUN_FILE}.draft"
     draft.write_text(json.dumps(run, indent=2) + "\n")
-    draft.replace(out / ASKED)
+    draft.replace(out / RUN_FILE)
 
 
 def hint(out: Path, args: argparse.Namespace) -> str:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from imbrex import MoELayer
-from imbrex.demo import settings, balance, folder
+from imbrex.demo import balance, folder, settings
 from imbrex.demo.corpus import Corpus, load_corpus
 from imbrex.demo.progress import Progress
 from imbrex.demo.run import Run, Saving

@@ -135,18 +135,18 @@ def schedule_of(args: argparse.Namespace) -> str:
     return f"events(tau={args.tau}, epsilon={args.epsilon})"
 
 
-def check_device(wanted: str, num_ranks: int) -> str:
+def check_device(device: str, num_ranks: int) -> str:
     """The device to run on, `cuda` or `cpu`. Raises ValueError where a rank would have no GPU."""
     import torch
 
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     here = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-    if wanted == "cuda" and available < here:
+    if device == "cuda" and available < here:
         raise ValueError(
             f"--device cuda: {here} ranks on this machine need a GPU each, and it has {available}: "
             "lower --ranks or use --device cpu"
         )
-    return "cuda" if wanted != "cpu" and available >= here else "cpu"
+    return "cuda" if device != "cpu" and available >= here else "cpu"
 
 
 def say(lines: Sequence[str]) -> None:

@@ -136,7 +136,7 @@ class BytesDispatcher(WiredDispatcher):
         counts_E = plan.count_choices(ids_TK, geometry.placement.num_experts)
         if not self._sizes_ahead:
             return torch.cat([header, counts_E]), None
-        wanted_TW = self._wanted(plan.only_slots(ids_TK, geometry.placement))
+        wanted_TW = self._destinations(plan.only_slots(ids_TK, geometry.placement))
         return torch.cat([header, counts_E, wanted_TW.sum(0)]), wanted_TW
 
     def _header(self, problem: tuple[int, ...], x_TD: Tensor, ids_TK: Tensor, num_parts: int) -> Tensor:
@@ -171,7 +171,7 @@ class BytesDispatcher(WiredDispatcher):
             split_WS = self._split(counts)
             chosen.append((plan.choose_slots(routing.ids_TK, split_WS[rank], placement), split_WS))
         marks = [
-            self._wanted(slot_TK) if wanted_TW is None else wanted_TW
+            self._destinations(slot_TK) if wanted_TW is None else wanted_TW
             for wanted_TW, (slot_TK, _) in zip(wants, chosen, strict=True)
         ]
         traffics = self.transport.plan(marks, self._rows_ahead(gathered))
@@ -207,7 +207,7 @@ class BytesDispatcher(WiredDispatcher):
         tokens_W = gathered[:, TOKENS]
         return self.geometry.rows_per_slot(int(tokens_W[0] if self.transport.replicated else tokens_W.sum()))
 
-    def _wanted(self, slot_TK: Tensor) -> Tensor:
+    def _destinations(self, slot_TK: Tensor) -> Tensor:
         geometry = self.geometry
         if self.transport.replicated or self.transport.broadcasts:
             fill = self.transport.broadcasts

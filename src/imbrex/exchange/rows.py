@@ -46,16 +46,17 @@ def expand(parts: list[Tensor], source_R: Tensor, scale_R: Tensor | None = None)
     return rows_RD if scale_R is None else (rows_RD.float() * scale_R[:, None]).to(rows_RD.dtype)
 
 
-def reduce(rows_RD: Tensor, position_PK: Tensor, weights_R: Tensor | None, most: int) -> Tensor:
+def reduce(rows_RD: Tensor, position_PK: Tensor, weights_R: Tensor | None, max_rows: int) -> Tensor:
     """Sum the rows of every pool row, times their weights, in float32 and in ascending row order.
 
-    most: the most rows a pool row can have. Returns float32 [P, D]. Rows that no position names are not read.
+    max_rows: the most rows that a pool row can have. Returns float32 [P, D]. Rows that no position names are
+    not read.
     """
     num_rows = rows_RD.shape[0]
     if num_rows == 0 or position_PK.numel() == 0:
         return rows_RD.new_zeros(position_PK.shape[0], rows_RD.shape[1], dtype=torch.float32)
     ordered, _ = torch.where(position_PK < 0, num_rows, position_PK).sort(1)
-    ordered = ordered[:, :most]
+    ordered = ordered[:, :max_rows]
     if not by_kernels(rows_RD):
         return _reduce_by_columns(rows_RD, ordered, weights_R)
     ordered = torch.where(ordered < num_rows, ordered, -1)

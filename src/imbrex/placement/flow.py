@@ -256,10 +256,10 @@ def _stay_home(of_source: list[int], homes: list[int], ranks: list[int]) -> list
 
 
 def _assign(
-    rows: Ints, wanted: list[int], left: dict[int, int], source: int, rank: int, slot_on: dict[int, int]
+    rows: Ints, unassigned: list[int], left: dict[int, int], source: int, rank: int, slot_on: dict[int, int]
 ) -> None:
-    amount = min(wanted[source], left[rank])
+    amount = min(unassigned[source], left[rank])
     if amount:
         rows[source, slot_on[rank]] += amount
-        wanted[source] -= amount
+        unassigned[source] -= amount
         left[rank] -= amount

@@ -123,9 +123,9 @@ def weigh(recent: Iterable[Ints], decay: float, *, apart: bool = True) -> Floats
     return np.concatenate(weighted, dtype=np.float64)
 
 
-def _parts(counts_WE: Ints, most: int) -> Ints:
+def _parts(counts_WE: Ints, max_parts: int) -> Ints:
     ranks, experts = counts_WE.shape
-    number = max(1, min(ranks, most, int(counts_WE.sum()) // (CHOICES_A_PART * experts)))
+    number = max(1, min(ranks, max_parts, int(counts_WE.sum()) // (CHOICES_A_PART * experts)))
     firsts = np.arange(number) * ranks // number
     return np.add.reduceat(counts_WE, firsts, axis=0)
 

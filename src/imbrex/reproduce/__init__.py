@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 
-from imbrex.reproduce.frame import Options, Finding
+from imbrex.reproduce.frame import Finding, Options
 
 TABLES: dict[str, tuple[str, str]] = {
     "schemoe-table-1": ("table_1", "share of the all-to-all in a step, by number of layers"),
@@ -80,4 +80,4 @@ def find(name: str, options: Options) -> Finding:
     return getattr(importlib.import_module(f"imbrex.reproduce.{module}"), function or "find")(options)
 
 
-__all__ = ["ALIASES", "TABLES", "Asked", "Finding", "find"]
+__all__ = ["ALIASES", "TABLES", "Finding", "Options", "find"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Options, Finding
+from imbrex.reproduce.frame import Finding, Options
 from imbrex.reproduce.stragglers import Way, communicating, measure, row, shares
 
 WAYS = {

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Options, Finding
+from imbrex.reproduce.frame import Finding, Options
 from imbrex.reproduce.stragglers import Way, measure, punctual, quantile, row
 
 SHARES = (0.5, 0.75, 0.95, 0.99)

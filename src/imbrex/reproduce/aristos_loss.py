@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Options, Finding
+from imbrex.reproduce.frame import Finding, Options
 from imbrex.reproduce.patience import Course, in_parts
 from imbrex.reproduce.stage import Network, RanOn
 

@@ -21,7 +21,7 @@ from imbrex.kernels import why_not_hopper
 from imbrex.overlap import Fused
 from imbrex.placement import contiguous
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Options, Finding
+from imbrex.reproduce.frame import Finding, Options
 
 BLOCKS = tuple(range(4, 57, 4))
 PAPER = {(8, 4096): "18", (8, 16384): "26", (4, 16384): "46"}

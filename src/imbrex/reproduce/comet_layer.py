@@ -23,7 +23,7 @@ from imbrex.overlap import Fused, Serial
 from imbrex.placement import contiguous
 from imbrex.reproduce import chart
 from imbrex.reproduce.comet_figure_8 import draw_experts
-from imbrex.reproduce.frame import Options, Finding
+from imbrex.reproduce.frame import Finding, Options
 
 MIXTRAL = MODELS["mixtral"]
 WAYS = NCCL, SERIAL, FUSED = "over NCCL", "serial", "fused"

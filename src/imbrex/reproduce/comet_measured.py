@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Options, Finding
+from imbrex.reproduce.frame import Finding, Options
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 """A folder of the repository; an installed package has none."""

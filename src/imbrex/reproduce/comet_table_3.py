@@ -6,7 +6,7 @@ from imbrex.bench.shapes import MODELS
 from imbrex.kernels.exchange.layout import layout
 from imbrex.placement import contiguous
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Options, Finding
+from imbrex.reproduce.frame import Finding, Options
 from imbrex.transport.nvlink import Size
 
 PAPER_MB = {

@@ -6,7 +6,7 @@ from typing import Any
 
 from imbrex.reproduce import chart
 from imbrex.reproduce.exchanges import median, settings
-from imbrex.reproduce.frame import Options, Finding
+from imbrex.reproduce.frame import Finding, Options
 from imbrex.reproduce.stage import Network, RanOn, on_ranks
 
 TRANSPORTS = ("sequential", "pipe", "alltoall", "2dh", "1dh")

@@ -18,7 +18,7 @@ from imbrex.bench.exchange.parts import SWEEP, sweep
 from imbrex.bench.exchange.rows import Rows
 from imbrex.kernels import why_not_hopper
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Options, Finding
+from imbrex.reproduce.frame import Finding, Options
 
 COMMITTED = Path(__file__).parents[3] / "benchmarks" / "results" / "exchange.json"
 """A sweep of two and four H200, in a checkout of the repository; an installed package has none."""

@@ -17,7 +17,7 @@ import torch
 from imbrex.placement import read_history
 from imbrex.placement.packing import Ints
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Options, Finding
+from imbrex.reproduce.frame import Finding, Options
 
 STEPS, TEXTS, LENGTH = 60, 8, 256
 BATCH = 32
@@ -162,7 +162,9 @@ def _requests(options: Options) -> tuple[list[tuple[str, Ints]], str]:
         return _of_demo(), f"the demo's model after {STEPS} steps"
     requests = [request for name in options.data for request in _of_file(Path(name))]
     if len(requests) < 2:
-        raise ValueError(f"reproduce: {options.data[0]} has one request; give a longer trace, or several files")
+        raise ValueError(
+            f"reproduce: {options.data[0]} has one request; give a longer trace, or several files"
+        )
     return requests, ", ".join(Path(name).name for name in options.data)
 
 

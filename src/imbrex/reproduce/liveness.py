@@ -10,7 +10,7 @@ from typing import Any
 
 from imbrex.reproduce import chart
 from imbrex.reproduce.claims import Claims
-from imbrex.reproduce.frame import Options, Finding
+from imbrex.reproduce.frame import Finding, Options
 from imbrex.reproduce.interleavings import (
     BACKWARD,
     FORWARD,

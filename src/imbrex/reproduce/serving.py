@@ -19,7 +19,7 @@ from imbrex.bench.serve.models import ALONE, Way, make_model
 from imbrex.bench.serve.report import curves, front, name_of
 from imbrex.layer import MoELayer
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Options, Finding
+from imbrex.reproduce.frame import Finding, Options
 from imbrex.reproduce.stage import Network, on_ranks
 from imbrex.serve.decoding import Drafting
 from imbrex.serve.engine import Engine, Settings

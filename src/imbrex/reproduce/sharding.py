@@ -20,7 +20,7 @@ from imbrex.placement.sharding import (
     total_seconds,
 )
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Options, Finding
+from imbrex.reproduce.frame import Finding, Options
 
 SIZES = {False: (4, 6, 8, 10), True: (4, 6, 8, 10, 12)}
 """Devices whose links are all drawn."""

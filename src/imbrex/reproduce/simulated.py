@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Options, Finding
+from imbrex.reproduce.frame import Finding, Options
 from imbrex.simulate import (
     Case,
     Entry,
@@ -152,7 +152,7 @@ def _dispatch(ranks: int, fabric: Fabric, transport: str) -> tuple[tuple[str, st
     crowd = traffic.Crowd(ranks=ranks, tensor=1, experts=2 * ranks, top_k=8, tokens=4096, row_bytes=2 * 8192)
     flow = traffic.FLOWS[transport](crowd, fabric)
     seconds = traffic.seconds(flow, fabric)
-    logical = 4096 * ranks * traffic.wanted(crowd, 1) * crowd.row_bytes
+    logical = 4096 * ranks * traffic.share_reached(crowd, 1) * crowd.row_bytes
     case = {"ranks": ranks, "T": 4096, "D": 8192, "K": 8, "E": 2 * ranks}
     row = {"op": "simulated dispatch", "impl": transport, "case": case, "median_us": 1e6 * seconds}
     port = flow.nbytes[-1] / seconds / 1e9

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Options, Finding, timed_rows
+from imbrex.reproduce.frame import Finding, Options, timed_rows
 from imbrex.reproduce.layers import Timed, Way, Work, read, settings
 from imbrex.reproduce.stage import Network, RanOn, on_ranks
 from imbrex.reproduce.testbed import TESTBED

@@ -10,7 +10,7 @@ from typing import Any
 from imbrex.demo.corpus import load_corpus
 from imbrex.reproduce import chart
 from imbrex.reproduce.convergence import TOLERANCE_NATS, Learned, learned
-from imbrex.reproduce.frame import Options, Finding
+from imbrex.reproduce.frame import Finding, Options
 from imbrex.reproduce.teams import train_all
 from imbrex.reproduce.training import RANKS, VARIANTS, Size, perplexity
 

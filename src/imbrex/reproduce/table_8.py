@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Options, Finding, timed_rows
+from imbrex.reproduce.frame import Finding, Options, timed_rows
 from imbrex.reproduce.layers import Way, Work, read, settings
 from imbrex.reproduce.stage import Network, on_ranks
 from imbrex.reproduce.table_7 import EMULATED, WAYS

@@ -64,7 +64,7 @@ def _result(folder: Path, task: Task) -> Path:
 
 def _member(
     process: int,
-    taken: Synchronized,
+    counter: Synchronized,
     tasks: list[Task],
     corpus: Corpus,
     size: Size,
@@ -81,7 +81,7 @@ def _member(
         world_size=RANKS,
         timeout=timedelta(seconds=size.timeout_s),
     )
-    while (number := _take(taken, len(tasks), stop_at, rank)) >= 0:
+    while (number := _take(counter, len(tasks), stop_at, rank)) >= 0:
         variant, seed = tasks[number]
         result = train(variant, seed, corpus, size)
         if rank == 0:
@@ -92,14 +92,14 @@ def _member(
     leave()
 
 
-def _take(taken: Synchronized, count: int, stop_at: float, rank: int) -> int:
+def _take(counter: Synchronized, count: int, stop_at: float, rank: int) -> int:
     """The next task of this team, the same on its ranks; -1 when there is none."""
     number = torch.tensor([-1])
     if rank == 0 and time.time() < stop_at:
-        with taken.get_lock():
-            if taken.value < count:
-                number[0] = taken.value
-                taken.value += 1
+        with counter.get_lock():
+            if counter.value < count:
+                number[0] = counter.value
+                counter.value += 1
     dist.broadcast(number, 0)
     return int(number)
 

@@ -17,7 +17,7 @@ import imbrex
 from imbrex.experts.products import run_grouped_mm
 from imbrex.placement import contiguous
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Options, Finding
+from imbrex.reproduce.frame import Finding, Options
 from imbrex.reproduce.stage import Network, on_ranks
 
 EXPERTS, TOP_K, TOKENS, WIDTH, INNER = 64, 8, 32, 256, 512

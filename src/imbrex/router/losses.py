@@ -56,14 +56,15 @@ def auxiliary_losses(
     ids_TK: Tensor,
     *,
     num_sequences: int,
-    wanted: AuxLosses,
+    losses_needed: AuxLosses,
     batch: GlobalBatch,
 ) -> dict[str, Tensor]:
-    """The unweighted losses that `wanted` names: float32 scalars, the same on every rank; one sum over ranks.
+    """The unweighted losses that `losses_needed` names: float32 scalars, the same on every rank. One sum over
+    ranks.
 
     ids_TK: choices before capacity. num_sequences: the T tokens are that many sequences of equal length.
     """
-    if not wanted.names:
+    if not losses_needed.names:
         return {}
     tokens, num_experts = logits_TE.shape
     num_sequences = num_sequences if tokens else 0
@@ -82,7 +83,7 @@ def auxiliary_losses(
         "sequence_balance": rest[0] / sequences_all,
         "z": rest[1] / tokens_all,
     }
-    return {name: losses[name] for name in wanted.names}
+    return {name: losses[name] for name in losses_needed.names}
 
 
 def _sequence_sum(chosen_TE: Tensor, probability_TE: Tensor, num_sequences: int) -> Tensor:

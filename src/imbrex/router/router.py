@@ -161,7 +161,7 @@ class Router(nn.Module):
             probability_TE,
             ids_TK,
             num_sequences=num_sequences,
-            wanted=self.losses,
+            losses_needed=self.losses,
             batch=self.batch,
         )
 

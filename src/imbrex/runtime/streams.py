@@ -27,7 +27,7 @@ class Lane:
     that order."""
 
     def __init__(self, device: torch.device, threads: int = THREADS) -> None:
-        self.device, self._most = device, threads
+        self.device, self._max_threads = device, threads
         self._threads: ThreadPoolExecutor | None = None
         self._stream: Any = None
 
@@ -38,7 +38,7 @@ class Lane:
         if self.device.type == "cuda":
             return self._queue(work)
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(self._most, thread_name_prefix="imbrex-lane")
+            self._threads = ThreadPoolExecutor(self._max_threads, thread_name_prefix="imbrex-lane")
         return Begun(future=self._threads.submit(work))
 
     def _queue(self, work: Callable[[], Any]) -> Begun:
@@ -138,12 +138,12 @@ class Tallies:
             self._there = torch.zeros(self.ROOM, dtype=torch.int64, device="cuda")
             self._here = torch.zeros(self.ROOM, dtype=torch.int64, device="cpu", pin_memory=True)
         self._numbers = (ctypes.c_int64 * self.ROOM).from_address(self._here.data_ptr())
-        self._taken = 0
+        self._num_words = 0
 
     def take(self) -> int | None:
         """The index of a number that nobody counts yet; `None`: all are taken."""
-        self._taken += 1
-        return self._taken - 1 if self._taken <= self.ROOM else None
+        self._num_words += 1
+        return self._num_words - 1 if self._num_words <= self.ROOM else None
 
     def count(self, index: int) -> None:
         """Queue it on the caller's stream."""

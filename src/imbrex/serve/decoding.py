@@ -156,7 +156,7 @@ class Steps:
         hidden_TD = model(tokens_BS, span, self.caches)
         best_BS = model.best(hidden_TD).view(rows, length)
         right_B = self._right(tokens_BS, best_BS)
-        taken_B, ends_B = self._taken(best_BS, right_B, remaining_B)
+        taken_B, ends_B = self._count_accepted(best_BS, right_B, remaining_B)
         place_B = (taken_B - 1).clamp(min=0)
         last_B = best_BS.gather(1, place_B[:, None])[:, 0]
         self._record(rows, best_BS, taken_B)
@@ -179,7 +179,7 @@ class Steps:
             return right_1.long().expand(len(tokens_BS))
         return (tokens_BS[:, 1:] == best_BS[:, :-1]).long().cumprod(1).sum(1)
 
-    def _taken(self, best_BS: Tensor, right_B: Tensor, remaining_B: Tensor) -> tuple[Tensor, Tensor]:
+    def _count_accepted(self, best_BS: Tensor, right_B: Tensor, remaining_B: Tensor) -> tuple[Tensor, Tensor]:
         """How many of the tokens leave, up to the first that stops, and whether that is the end."""
         taken_B = torch.minimum(right_B + 1, remaining_B)
         if self.stop is None:

@@ -187,7 +187,7 @@ class Engine:
         host = self.host
         host.begin()
         self._admit()
-        mine = self._wanted()
+        mine = self._next_step()
         host.spent("seat")
         prefill, rows, work = self._agree(mine)
         host.spent("agree")
@@ -221,7 +221,7 @@ class Engine:
         del self.running[slot]
         heappush(self.free, slot)
 
-    def _wanted(self) -> tuple[int, int, int]:
+    def _next_step(self) -> tuple[int, int, int]:
         """Whether this rank has a prompt to run, the rows that it decodes, if it has work."""
         # Tokens that have not landed may bring new requests: users wait for them.
         work = bool(self.filling or self.running or self._landings)

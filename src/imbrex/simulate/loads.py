@@ -96,15 +96,15 @@ class Spread:
         return able[np.unique(np.linspace(0, len(able) - 1, layers).astype(int))].tolist()
 
 
-def _capped(shares_LE: Floats, most: float) -> Floats:
-    """Shares of at most `most`; what is over falls on the others in proportion."""
+def _capped(shares_LE: Floats, cap: float) -> Floats:
+    """Shares of at most `cap`; what is over falls on the others in proportion."""
     for _ in range(shares_LE.shape[1]):
-        over = shares_LE > most
+        over = shares_LE > cap
         if not over.any():
             break
         rest = np.where(over, 0.0, shares_LE)
-        room = 1 - most * over.sum(1, keepdims=True)
-        shares_LE = np.where(over, most, rest * room / np.maximum(rest.sum(1, keepdims=True), 1e-300))
+        room = 1 - cap * over.sum(1, keepdims=True)
+        shares_LE = np.where(over, cap, rest * room / np.maximum(rest.sum(1, keepdims=True), 1e-300))
     return shares_LE / shares_LE.sum(1, keepdims=True)
 
 

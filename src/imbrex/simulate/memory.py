@@ -171,7 +171,7 @@ def _tokens(request: Request, world: World, layout: Layout, fullest: float) -> _
     )
     node = min(group, world.fabric.node)
     nodes = group / node
-    to_rank, to_node = (own * traffic.wanted(crowd, ranks) for ranks in (1, node))
+    to_rank, to_node = (own * traffic.share_reached(crowd, ranks) for ranks in (1, node))
     if layout.transport == "allgather":
         to_rank = own
     away, inner = to_node * (nodes - 1), nodes * to_rank * (node - 1)

@@ -342,7 +342,7 @@ class _Costs:
     def _bytes(self, degree: int, backward: bool) -> dict[Kind, Floats]:
         profile, shape, codec = self.profile, self.case.shape, self.layout.codec
         value = shape.width * shape.value_bytes
-        rows_out = self.crowd.tokens * traffic.wanted(self.crowd, 1) * self.crowd.ranks / degree
+        rows_out = self.crowd.tokens * traffic.share_reached(self.crowd, 1) * self.crowd.ranks / degree
         out_W = rows_out * np.ones_like(self.load_W)
         arrived_W, rows_W = rows_out * self.load_W, self.rows * self.load_W / degree
         copied = value / profile["copied_bytes_s"]
@@ -366,7 +366,7 @@ class _Costs:
         value, width = shape.width * shape.value_bytes, shape.width
         size = min(self.crowd.ranks, self.case.fabric.node)
         tokens, nodes = self.crowd.tokens / degree, self.crowd.ranks / size
-        leave_W = tokens * traffic.wanted(self.crowd, size) * (nodes - 1) * np.ones_like(self.load_W)
+        leave_W = tokens * traffic.share_reached(self.crowd, size) * (nodes - 1) * np.ones_like(self.load_W)
         pool = tokens + float(leave_W[0])
         copied = value / profile["copied_bytes_s"]
         wire_W = self._sent(traffic.part(traffic.across(self.flow), degree))

@@ -37,8 +37,8 @@ class Flow:
     pieces: int = 1
 
 
-def wanted(crowd: Crowd, ranks: int) -> float:
-    """The share of tokens that want at least one expert of `ranks` neighbours."""
+def share_reached(crowd: Crowd, ranks: int) -> float:
+    """The share of tokens that have an expert on at least one of `ranks` neighbouring ranks."""
     experts = min(crowd.experts, max(1, round(crowd.experts * ranks / crowd.ranks)))
     if ranks < crowd.tensor:
         experts = max(1, round(crowd.experts * crowd.tensor / crowd.ranks))
@@ -57,7 +57,7 @@ def choices(crowd: Crowd, fabric: Fabric) -> Flow:
 
 def alltoall(crowd: Crowd, fabric: Fabric) -> Flow:
     """A token once to every rank that it wants."""
-    return _direct(fabric.peers(crowd.ranks), crowd.tokens * crowd.row_bytes * wanted(crowd, 1))
+    return _direct(fabric.peers(crowd.ranks), crowd.tokens * crowd.row_bytes * share_reached(crowd, 1))
 
 
 def allgather(crowd: Crowd, fabric: Fabric) -> Flow:
@@ -73,7 +73,7 @@ def sequential(crowd: Crowd, fabric: Fabric) -> Flow:
 
 def two_level(crowd: Crowd, fabric: Fabric) -> Flow:
     """All rows inside the node first, then to the ranks of equal place: few large messages."""
-    per_rank = crowd.tokens * crowd.row_bytes * wanted(crowd, 1)
+    per_rank = crowd.tokens * crowd.row_bytes * share_reached(crowd, 1)
     near, *far = fabric.peers(crowd.ranks)
     size = near + 1
     nodes = crowd.ranks / size
@@ -89,8 +89,8 @@ def hierarchical(crowd: Crowd, fabric: Fabric, pieces: int = 4) -> Flow:
     near, *far = fabric.peers(crowd.ranks)
     size = near + 1
     nodes = crowd.ranks / size
-    per_rank = crowd.tokens * crowd.row_bytes * wanted(crowd, 1)
-    per_node = crowd.tokens * crowd.row_bytes * wanted(crowd, size)
+    per_rank = crowd.tokens * crowd.row_bytes * share_reached(crowd, 1)
+    per_node = crowd.tokens * crowd.row_bytes * share_reached(crowd, size)
     return Flow(
         nbytes=(near * nodes * per_rank, *(number / size * per_node for number in far)),
         messages=(near * (1 + pieces * (nodes - 1)), *(pieces * number / size for number in far)),
@@ -154,4 +154,4 @@ def _direct(peers: Sequence[int], per_rank: float) -> Flow:
     return Flow(nbytes=tuple(number * per_rank for number in peers), messages=tuple(map(float, peers)))
 
 
-__all__ = ["FLOWS", "Crowd", "Flow", "across", "inside", "part", "seconds", "wanted"]
+__all__ = ["FLOWS", "Crowd", "Flow", "across", "inside", "part", "seconds", "share_reached"]

@@ -92,7 +92,7 @@ class _Check:
         require(bool((summed == self.world * (self.world + 1) / 2).all()), f"summed to {summed[0, 0].item()}")
 
     def rows_out(self, kind: str, width: int) -> None:
-        masks = [self._wanted(kind, rank) for rank in range(self.world)]
+        masks = [self._mask(kind, rank) for rank in range(self.world)]
         sent_TB = self._content(self.rank, torch.arange(len(masks[self.rank]), device="cpu"), 0, width)
         expected = [
             self._content(source, masks[source][:, self.rank].nonzero()[:, 0], 0, width)
@@ -101,7 +101,7 @@ class _Check:
         self._move(self.transport.begin_move, sent_TB, self._traffic(masks), torch.cat(expected))
 
     def rows_back(self, kind: str, width: int) -> None:
-        masks = [self._wanted(kind, rank) for rank in range(self.world)]
+        masks = [self._mask(kind, rank) for rank in range(self.world)]
 
         def written(reader: int, source: int) -> Tensor:
             """The rows that `reader` sends back for the tokens it had from `source`."""
@@ -114,31 +114,31 @@ class _Check:
         expected = torch.cat([written(reader, self.rank) for reader in range(self.world)])
         self._move(self.transport.begin_move_back, returned_MB, self._traffic(masks), expected)
 
-    def _sums_back(self, wanted: list[Tensor], width: int) -> None:
+    def _sums_back(self, masks: list[Tensor], width: int) -> None:
         """Check the sums of each token's rows, of whole numbers so that they are exact. Where rows may be
         added on the way, nothing else is known."""
 
         def written(reader: int, source: int) -> Tensor:
-            tokens = wanted[source][:, reader].nonzero()[:, 0]
+            tokens = masks[source][:, reader].nonzero()[:, 0]
             return (tokens[:, None] * 7 + reader * 3 + torch.arange(width, device="cpu")).float()
 
         returned = torch.cat([written(self.rank, source) for source in range(self.world)])
-        traffic = self._traffic(wanted)
+        traffic = self._traffic(masks)
         moved = self.transport.begin_move_back(as_bytes(returned.to(self.device)), traffic).finish().cpu()
         tokens_N = self.transport.home(traffic)[0].cpu()
         require(len(moved) == len(tokens_N), f"{len(moved)} rows come back for {len(tokens_N)} sent")
-        shape = len(wanted[self.rank]), width
+        shape = len(masks[self.rank]), width
         sums = torch.zeros(shape, **FLOATS).index_add_(0, tokens_N, from_bytes(moved, width, torch.float32))
         expected = torch.zeros(shape, **FLOATS)
         for reader in range(self.world):
             rows = written(reader, self.rank)
-            expected.index_add_(0, wanted[self.rank][:, reader].nonzero()[:, 0], rows)
+            expected.index_add_(0, masks[self.rank][:, reader].nonzero()[:, 0], rows)
         wrong = (sums != expected).any(1).nonzero().flatten().tolist()
         require(not wrong, f"the sum of what came back for token {wrong[:1]} is not that of what was sent")
 
-    def _traffic(self, wanted: list[Tensor]) -> Traffic:
-        rows = [torch.stack([w.sum(0) for w in wanted])]
-        planned = self.transport.plan([wanted[self.rank].to(self.device)], rows)
+    def _traffic(self, masks: list[Tensor]) -> Traffic:
+        rows = [torch.stack([w.sum(0) for w in masks])]
+        planned = self.transport.plan([masks[self.rank].to(self.device)], rows)
         return planned[0]
 
     def _move(self, begin, encoded: Tensor, traffic: Traffic, expected: Tensor) -> None:
@@ -154,7 +154,7 @@ class _Check:
             require(not wrong, f"row {wrong[:1]} is not what was sent (move {number + 1} of 2)")
         require(torch.equal(before, encoded), "the move changed what it was given")
 
-    def _wanted(self, kind: str, rank: int) -> Tensor:
+    def _mask(self, kind: str, rank: int) -> Tensor:
         """Which tokens of `rank` go to which other ranks, bool [T, W]."""
         tokens = TOKENS[rank % len(TOKENS)]
         drawn = torch.Generator().manual_seed(self.seed + rank)

@@ -95,9 +95,9 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def _close(got: Tensor, wanted: Tensor, within: float = TOLERANCE) -> str:
+def _close(actual: Tensor, expected: Tensor, within: float = TOLERANCE) -> str:
     """Say how near the result is; raises ArithmeticError where it is too far off."""
-    error = float((got.double().cpu() - wanted.double().cpu()).abs().max() / wanted.abs().max().cpu())
+    error = float((actual.double().cpu() - expected.double().cpu()).abs().max() / expected.abs().max().cpu())
     if not error <= within:
         raise ArithmeticError(f"off by {error:.1e} of the largest value, more than {within:.1e}")
     return f"within {max(error, 1e-9):.0e} of the reference" if error else "equal to the reference"

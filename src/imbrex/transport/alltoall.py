@@ -35,10 +35,10 @@ class AllToAll(BytesTransport):
     name = "alltoall"
     few_bytes = FEW_BYTES
 
-    def plan(self, wanted: Sequence[Tensor], rows: Sequence[Tensor] | None) -> list[Traffic]:
+    def plan(self, destinations: Sequence[Tensor], rows: Sequence[Tensor] | None) -> list[Traffic]:
         """Plans whose hops are the most rows that any rank sends another, int64 [1]: all ranks know it."""
-        rows = self.sizes_of(wanted) if rows is None else rows
-        traffics = super().plan(wanted, rows)
+        rows = self.sizes_of(destinations) if rows is None else rows
+        traffics = super().plan(destinations, rows)
         if not self._asks_for_few:
             return traffics
         return [replace(t, hops=(sizes.max().view(1),)) for t, sizes in zip(traffics, rows, strict=True)]

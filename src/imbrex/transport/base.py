@@ -25,14 +25,14 @@ class BytesTransport(Collective):
     def sums_on_the_way(self) -> bool:
         return False
 
-    def plan(self, wanted: Sequence[Tensor], rows: Sequence[Tensor] | None) -> list[Traffic]:
-        rows = self.sizes_of(wanted) if rows is None else rows
-        return [straight(mine, sizes, self.rank) for mine, sizes in zip(wanted, rows, strict=True)]
+    def plan(self, destinations: Sequence[Tensor], rows: Sequence[Tensor] | None) -> list[Traffic]:
+        rows = self.sizes_of(destinations) if rows is None else rows
+        return [straight(mine, sizes, self.rank) for mine, sizes in zip(destinations, rows, strict=True)]
 
-    def sizes_of(self, wanted: Sequence[Tensor]) -> list[Tensor]:
+    def sizes_of(self, destinations: Sequence[Tensor]) -> list[Tensor]:
         """The rows that every rank sends to every other, int64 [W, W] for every dispatch. Collective."""
-        gathered = self.exchange_counts(torch.cat([wanted_TW.sum(0) for wanted_TW in wanted]))
-        return [sizes.clone().fill_diagonal_(0) for sizes in gathered.chunk(len(wanted), 1)]
+        gathered = self.exchange_counts(torch.cat([wanted_TW.sum(0) for wanted_TW in destinations]))
+        return [sizes.clone().fill_diagonal_(0) for sizes in gathered.chunk(len(destinations), 1)]
 
     def fake_hops(self, ids_TK: Tensor, size: Callable[[], Any]) -> list[Tensor]:
         return []

@@ -58,16 +58,16 @@ class Hierarchical(TwoLevel):
     def sums_on_the_way(self) -> bool:
         return self.world_size > 1
 
-    def tell_marks(self, wanted: Sequence[Tensor], counts: Sequence[Tensor]) -> list[Tensor]:
+    def tell_marks(self, destinations: Sequence[Tensor], counts: Sequence[Tensor]) -> list[Tensor]:
         others = [n for n in range(self.nodes.num_nodes) if n != self.node]
         unique = [counts_2SWW[1].sum(0).tolist() for counts_2SWW in counts]
         send, receive = [0] * self.world_size, [0] * self.world_size
-        mine = [torch.zeros(0, self.nodes.size, dtype=torch.uint8, device=wanted[0].device)]
+        mine = [torch.zeros(0, self.nodes.size, dtype=torch.uint8, device=destinations[0].device)]
         for n in others:
             peer = self.nodes.rank(n, self.local)
             send[peer] = sum(table[self.rank][n] for table in unique)
             receive[peer] = sum(table[peer][self.node] for table in unique)
-            for wanted_TW, table in zip(wanted, unique, strict=True):
+            for wanted_TW, table in zip(destinations, unique, strict=True):
                 inside = wanted_TW[:, n * self.nodes.size : (n + 1) * self.nodes.size]
                 tokens = torch.nonzero_static(inside.any(1), size=table[self.rank][n])[:, 0]
                 mine.append(inside[tokens].to(torch.uint8))

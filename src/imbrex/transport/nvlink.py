@@ -310,19 +310,22 @@ class Nvlink(Collective):
             self._refuse_closed()
         return self._exchanges[size, room_for(room)]
 
-    def exchange_for(self, size: Size, placement: Placement, most: int, observer: Listener) -> NvlinkExchange:
-        """Kernels and a heap for `most` tokens of a rank, at `placement`; where there is none with so much
-        room, they are made, which is collective and synchronises."""
-        at = size, room_for(most)
+    def exchange_for(
+        self, size: Size, placement: Placement, max_tokens: int, observer: Listener
+    ) -> NvlinkExchange:
+        """Kernels and a heap for at most `max_tokens` tokens a rank, at `placement`. If there are none,
+        they are made, which is collective and synchronises the device."""
+        at = size, room_for(max_tokens)
         exchange = self._exchanges.get(at)
-        if exchange is None or exchange.shape.max_tokens < most:
+        if exchange is None or exchange.shape.max_tokens < max_tokens:
             if self.capturing:
                 raise RuntimeError(
-                    f"dispatch: no heap yet for {most} tokens of a rank; make such a call before capturing it"
+                    f"dispatch: no heap yet for {max_tokens} tokens of a rank; make such a call before "
+                    "capturing it"
                 )
             observer.count("heaps", 1)
             self._retire(exchange)
-            exchange = self._exchanges[at] = self._make(size, placement, most)
+            exchange = self._exchanges[at] = self._make(size, placement, max_tokens)
         if self.capturing:
             self._captured.add(exchange)
         return exchange
@@ -345,8 +348,8 @@ class Nvlink(Collective):
         self.exchange_counts(words(0))
         old.close()
 
-    def _make(self, size: Size, placement: Placement, most: int) -> NvlinkExchange:
-        room = room_for(most) or max(most, self.max_tokens or 1)
+    def _make(self, size: Size, placement: Placement, max_tokens: int) -> NvlinkExchange:
+        room = room_for(max_tokens) or max(max_tokens, self.max_tokens or 1)
         room = -(-room // TOKENS_MULTIPLE) * TOKENS_MULTIPLE
         return NvlinkExchange(
             self._make_heap,

@@ -29,11 +29,11 @@ class TwoLevel(Tiered):
     relays = True
     pieces = 1
 
-    def plan(self, wanted: Sequence[Tensor], rows: Sequence[Tensor] | None) -> list[Traffic]:
+    def plan(self, destinations: Sequence[Tensor], rows: Sequence[Tensor] | None) -> list[Traffic]:
         """Plans whose hops are those of `imbrex.transport.relay`."""
         if self.world_size == 1:
-            return super().plan(wanted, rows)
-        others = [wanted_TW.clone() for wanted_TW in wanted]
+            return super().plan(destinations, rows)
+        others = [wanted_TW.clone() for wanted_TW in destinations]
         for wanted_TW in others:
             wanted_TW[:, self.rank] = False
         message = torch.stack([count_pieces(wanted_TW, self.nodes, self.pieces) for wanted_TW in others])
@@ -49,10 +49,13 @@ class TwoLevel(Tiered):
         counts_2SWW = torch.empty(shape, dtype=torch.int64, device="cpu")
         return [counts_2SWW, ids_TK.new_empty(size(), size(), dtype=torch.uint8)]
 
-    def tell_marks(self, wanted: Sequence[Tensor], counts: Sequence[Tensor]) -> list[Tensor]:
+    def tell_marks(self, destinations: Sequence[Tensor], counts: Sequence[Tensor]) -> list[Tensor]:
         """uint8 [tokens that this rank relays, ranks of a node]: 1 where the token goes to the rank. Here no
         rank relays tokens."""
-        return [torch.zeros(0, self.nodes.size, dtype=torch.uint8, device=wanted[0].device) for _ in wanted]
+        return [
+            torch.zeros(0, self.nodes.size, dtype=torch.uint8, device=destinations[0].device)
+            for _ in destinations
+        ]
 
     def begin_move(self, encoded_TB: Tensor, traffic: Traffic) -> Pending:
         rows = pick_rows(encoded_TB, traffic.sent_tokens_N)

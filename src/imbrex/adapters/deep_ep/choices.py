@@ -43,10 +43,11 @@ def align(counts_e: Tensor, alignment: int) -> Tensor:
     return counts_e if alignment == 1 else (counts_e + alignment - 1) // alignment * alignment
 
 
-def pack_choices(map_TE: Tensor, probs_TE: Tensor | None, most: int) -> Choices:
-    """The experts of every token and their probabilities. most: the most experts a token has, on any rank.
+def pack_choices(map_TE: Tensor, probs_TE: Tensor | None, max_choices: int) -> Choices:
+    """The experts of every token and their probabilities. max_choices: the most experts that a token
+    has on any rank.
     A probability where the map says no is left behind."""
-    order_TK = torch.argsort((~map_TE).to(torch.uint8), dim=1, stable=True)[:, :most]
+    order_TK = torch.argsort((~map_TE).to(torch.uint8), dim=1, stable=True)[:, :max_choices]
     chosen_TK = map_TE.gather(1, order_TK)
     ids_TK = torch.where(chosen_TK, order_TK, -1)
     return Choices(ids_TK=ids_TK, weights_TK=None if probs_TE is None else probs_TE.gather(1, order_TK))

@@ -219,21 +219,21 @@ class Bench:
         dist.broadcast(answer, 0)
         return answer
 
-    def _error(self, name: str, output: Tensor | None, wanted: Tensor) -> float:
+    def _error(self, name: str, output: Tensor | None, expected: Tensor) -> float:
         """Largest difference from the oracle's y or dx over its largest value there, over all ranks."""
         difference = torch.zeros((), device=self.device)
         if output is not None:
             begin = self._tokens_before(self.parts[name].start)
-            own = wanted[:, begin : begin + output.shape[1]]
+            own = expected[:, begin : begin + output.shape[1]]
             if output.shape[1]:
-                largest = wanted.float().abs().amax((1, 2))
+                largest = expected.float().abs().amax((1, 2))
                 difference = ((output.float() - own.float()).abs().amax((1, 2)) / largest).max()
         dist.all_reduce(difference, dist.ReduceOp.MAX)
         return float(difference)
 
-    def _row(self, name: str, taken: list[list[float]], nbytes: float, error: float) -> dict[str, Any]:
+    def _row(self, name: str, times_S: list[list[float]], nbytes: float, error: float) -> dict[str, Any]:
         """Every figure is the maximum over ranks; the whole's is taken call by call."""
-        times = torch.tensor(taken, device=self.device)
+        times = torch.tensor(times_S, device=self.device)
         dist.all_reduce(times, dist.ReduceOp.MAX)
         total = torch.tensor(nbytes, dtype=torch.float64, device=self.device)
         dist.all_reduce(total, dist.ReduceOp.MAX)

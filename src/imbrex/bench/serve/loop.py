@@ -57,14 +57,14 @@ class Users:
         if user is not None and len(self.answers[user]) < self.load.rounds:
             self._ask(user, self.load.output)
 
-    def _ask(self, user: int, wanted: int) -> None:
+    def _ask(self, user: int, max_tokens: int) -> None:
         size, vocabulary = self.load.input, self.engine.model.config.vocabulary
         if self.text is None:
             prompt = [self.random.randrange(vocabulary) for _ in range(size)]
         else:
             begin = self.random.randrange(len(self.text) - size)
             prompt = self.text[begin : begin + size].tolist()
-        answer = self.engine.submit(Request(prompt=prompt, max_tokens=wanted))
+        answer = self.engine.submit(Request(prompt=prompt, max_tokens=max_tokens))
         if answer.refused is not None:
             raise ValueError(f"serve: a request of the load is refused: {answer.refused}")
         self.of_answer[id(answer)] = user

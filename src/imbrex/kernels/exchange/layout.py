@@ -197,12 +197,13 @@ def route_shared(shape: Shape, chunks: int, room: int = 0, window: int = 0) -> i
     return 4 * (words + shape.most_slots + shape.experts) + flow
 
 
-def route_blocks(shape: Shape, wanted: int, room: int = 0, fewest: int | None = None) -> tuple[int, int]:
-    """Blocks of the routing kernel, and their shared memory: `wanted` blocks, or more if the masks of so few
-    do not fit. fewest: by default a block for every four chunks, which cost less than a wait for more blocks.
+def route_blocks(shape: Shape, min_blocks: int, room: int = 0, fewest: int | None = None) -> tuple[int, int]:
+    """Blocks of the routing kernel, and their shared memory in bytes: `min_blocks` blocks, or more if the
+    masks do not fit in so few. fewest: by default a block for every four chunks, since four chunks take less
+    time than waiting for more blocks.
     """
     chunks = shape.ranks * -(-shape.max_tokens // CHUNK)
-    for blocks in range(min(wanted, fewest or -(-chunks // 4)), MAX_BLOCKS + 1):
+    for blocks in range(min(min_blocks, fewest or -(-chunks // 4)), MAX_BLOCKS + 1):
         nbytes = route_shared(shape, -(-chunks // blocks), room)
         if nbytes <= SHARED_BYTES:
             return blocks, nbytes

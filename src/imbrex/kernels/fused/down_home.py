@@ -99,11 +99,11 @@ def shipped_variants() -> list[Variant]:
     return [down_variant(choice.epilogue, choice.tiling) for choice in choices]
 
 
-def why_not_sums(most: int, width: int, inner: int, choices: int, ranks: int) -> str | None:
-    """Why sums of a call with `most` tokens a rank do not go home beside the product of experts of width
-    `inner`, or `None`; the same on all ranks."""
-    if most < LEAST_TOKENS:
-        return f"{most} tokens a rank are fewer than {LEAST_TOKENS}: sums beside take longer than behind"
+def why_not_sums(tokens: int, width: int, inner: int, choices: int, ranks: int) -> str | None:
+    """Why sums of a call with at most `tokens` tokens a rank do not go home beside the product of experts of
+    width `inner`, or `None`; the same on all ranks."""
+    if tokens < LEAST_TOKENS:
+        return f"{tokens} tokens a rank are fewer than {LEAST_TOKENS}: sums beside take longer than behind"
     if choices + ranks > MOST_TERMS:
         return f"{choices} choices and {ranks} ranks are more than {MOST_TERMS} terms of a sum"
     if cut_of(width).parts < 2:

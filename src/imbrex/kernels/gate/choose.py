@@ -155,9 +155,9 @@ def run_choose_and_sum(
     return ids_TK, weights_TK, terms, counts_SE, losses
 
 
-def run_losses(terms: Tensor, choice: Choice, wanted: Sequence[bool]) -> list[Tensor | None]:
+def run_losses(terms: Tensor, choice: Choice, losses_needed: Sequence[bool]) -> list[Tensor | None]:
     """The losses that are wanted, of the terms of all ranks."""
-    losses, experts = _losses(terms, wanted), (terms.numel() - 4) // 2
+    losses, experts = _losses(terms, losses_needed), (terms.numel() - 4) // 2
     _kernel("losses_of_terms", 0, False, terms.device).launch(
         grid=1, block=32, args=[terms, experts, choice.top_k, *losses]
     )
@@ -225,8 +225,11 @@ def _word(scratch: Tensor, offset: int) -> ctypes.c_void_p:
     return ctypes.c_void_p(scratch.data_ptr() + 4 * offset)
 
 
-def _losses(terms: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
-    return [torch.empty((), dtype=torch.float32, device=terms.device) if want else None for want in wanted]
+def _losses(terms: Tensor, losses_needed: Sequence[bool]) -> list[Tensor | None]:
+    return [
+        torch.empty((), dtype=torch.float32, device=terms.device) if needed else None
+        for needed in losses_needed
+    ]
 
 
 def _rule(choice: Choice) -> list[int | float]:
