@@ -215,7 +215,7 @@ class _Layer:
             before = time.perf_counter()
             pending = start_moves()
             compute()
-            clock.synchronize()
+            clock.await_device()
             clock.seconds[False, "beside"] = time.perf_counter() - before
             for move in pending:
                 move.finish()
@@ -272,19 +272,19 @@ class _Clock:
             else:
                 begin = time.perf_counter()
                 result.append(step())
-                self.synchronize()
+                self.await_device()
                 seconds = time.perf_counter() - begin
         key = self.backward, name
         self.seconds[key] = self.seconds.get(key, 0.0) + seconds
         return result[0]
 
-    def synchronize(self) -> None:
+    def await_device(self) -> None:
         if self.device.type == "cuda":
             # host sync: a measurement ends when the device is done
             torch.cuda.synchronize(self.device)
 
     def _align_ranks(self) -> None:
-        self.synchronize()
+        self.await_device()
         self.gather(words(0))
 
 

@@ -67,7 +67,7 @@ def capture(model: nn.Module, *, batch: int, length: int, graphs: bool = True) -
     if reason is None and (not is_whole(batch) or not is_whole(length) or batch < 1 or length < 2):
         reason = f"{batch!r} sequences of {length!r} tokens; give 1 or more, of 2 tokens or more"
     # A first step waits for all ranks, so what one of them refuses ends the call on all.
-    if _most(model, int(reason is not None), "agreement on a capture"):
+    if _max_over_ranks(model, int(reason is not None), "agreement on a capture"):
         raise ValueError(f"capture: {reason or 'another rank cannot capture its model, and says why'}")
     # What a step writes to must be writable outside of inference mode, too.
     with torch.inference_mode(False):
@@ -79,7 +79,7 @@ def _layers(model: object) -> list[MoELayer]:
     return [module for module in modules if isinstance(module, MoELayer)]
 
 
-def _most(model: object, number: int, what: str) -> int:
+def _max_over_ranks(model: object, number: int, what: str) -> int:
     """The largest of a number that every rank of the model's experts gives; a small message between hosts."""
     group = next((layer.ranks.group for layer in _layers(model) if layer.ranks.size > 1), None)
     if group is None:
@@ -154,7 +154,7 @@ class Decoding:
             reason = self._why_not_prompts(input_ids) or self._why_not_tokens(max_new_tokens, input_ids)
             size = None if reason else max_new_tokens
         answer: list[Tensor] = []
-        for step in range(_most(self.model, size or 0, "agreement on the number of steps")):
+        for step in range(_max_over_ranks(self.model, size or 0, "agreement on the number of steps")):
             if input_ids is None or size is None or step >= size:
                 self._help_step() if step else self._help_start()
             else:
