@@ -8,6 +8,7 @@ Each rank would go its own way, silently: gates, shared experts and replicas dri
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -71,16 +72,18 @@ def _begin() -> None:
     step costs a look at an empty set."""
     register_optimizer_step_pre_hook(_look)
     # Clipping has no hooks; this name is what it alone calls, wherever its callers have it from.
-    inner = getattr(clip_grad, "_get_total_norm", None)
+    inner = getattr(clip_grad, "_clip_grads_with_norm_", None)
     if inner is not None:
 
         @functools.wraps(inner)
-        def outer(tensors: Any, *arguments: Any, **keywords: Any) -> Tensor:
-            tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            _look_at_norm(tensors)
-            return inner(tensors, *arguments, **keywords)
+        def outer(parameters: Any, max_norm: float, *arguments: Any, **keywords: Any) -> None:
+            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            # Who clips to infinity asks for the norm, to print it, and scales nothing.
+            if max_norm != math.inf:
+                _look_at_clipping(parameters)
+            inner(parameters, max_norm, *arguments, **keywords)
 
-        clip_grad._get_total_norm = outer
+        clip_grad._clip_grads_with_norm_ = outer
 
 
 def _look(optimizer: Optimizer, _arguments: Any, _keywords: Any) -> None:
@@ -114,15 +117,11 @@ def _refuse_failed(optimizer: Optimizer) -> None:
                 raise
 
 
-def _look_at_norm(gradients: list[Tensor]) -> None:
+def _look_at_clipping(parameters: list[Tensor]) -> None:
     if torch.compiler.is_compiling() or not _clipped_apart:
         return
-    clipped = {id(gradient) for gradient in gradients}
-    layers = [
-        layer
-        for layer in _clipped_apart
-        if any(p.grad is not None and id(p.grad) in clipped for p in layer.experts.parameters())
-    ]
+    clipped = {id(parameter) for parameter in parameters if parameter.grad is not None}
+    layers = [layer for layer in _clipped_apart if any(id(p) in clipped for p in layer.experts.parameters())]
     for layer in layers:
         _clipped_apart.discard(layer)
     if layers:

@@ -2,15 +2,17 @@
 
 import importlib.util
 import os
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerState, TrainingArguments
 
 from imbrex.adapters.huggingface import replace_blocks, save_pretrained
+from imbrex.adapters.huggingface.blocks import moe_blocks
 from imbrex.adapters.huggingface.replaced import replaced_blocks
 from imbrex.adapters.huggingface.training import ReplacedBlocks
 from tests.ranks.pool import PRELOADED, Pool, Ranks
@@ -21,15 +23,16 @@ from tests.unit.test_huggingface_saving import same
 PRELOADED.append("tests.tiny_models")
 
 
-def stepped_by_hand(ids: torch.Tensor, steps: int) -> Any:
-    model = model_of("qwen3_moe").train()
+def stepped_by_hand(ids: torch.Tensor, steps: int) -> tuple[Any, list[float]]:
+    """A model on one rank, and the norms of its steps' gradients."""
+    model, norms = model_of("qwen3_moe").train(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(steps):
         model(ids, labels=ids).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
         optimizer.step()
         optimizer.zero_grad()
-    return model
+    return model, norms
 
 
 def calls(ranks: Ranks, folder: str):
@@ -45,13 +48,17 @@ def calls(ranks: Ranks, folder: str):
         gradient_accumulation_steps=1,
         gradient_checkpointing=False,
         gradient_checkpointing_kwargs=None,
+        load_best_model_at_end=False,
     )
-    callback, state, control = ReplacedBlocks(), SimpleNamespace(global_step=1), None
+    callback, state, control = ReplacedBlocks(), TrainerState(log_history=[{"grad_norm": 7.0}]), None
     callback.on_train_begin(args, state, control, model=model)
     assert args.max_grad_norm == 0
     model(ids, labels=ids).loss.backward()
     callback.on_pre_optimizer_step(args, state, control, model=model)
     torch.optim.SGD(model.parameters(), lr=0.5).step()
+    state.global_step, logs = 1, {"grad_norm": 7.0}
+    callback.on_log(args, state, control, logs=logs)
+    assert [logs] == state.log_history == [{"grad_norm": pytest.approx(stepped_by_hand(ids, 1)[1][0])}]
     if ranks.rank == 0:
         model.save_pretrained(f"{folder}/checkpoint-1")
     callback.on_save(args, state, control, model=model)
@@ -60,12 +67,34 @@ def calls(ranks: Ranks, folder: str):
     args.save_only_model = False
     with pytest.raises(ValueError, match="save_only_model=True or save_strategy='no'"):
         callback.on_train_begin(args, state, control, model=model)
+    if ranks.rank == 0:
+        state.save_to_json(f"{folder}/checkpoint-1/trainer_state.json")
+    ranks.group.barrier().wait()
+    read_again(ranks, folder, args, state)
     return far_from_hand(f"{folder}/checkpoint-1", ids, 1)
+
+
+def read_again(ranks: Ranks, folder: str, args: Any, state: TrainerState) -> None:
+    """Where Trainer goes on, or takes the best, which leaves experts out, they are those of the files."""
+    args.save_only_model, best = True, f"{folder}/checkpoint-1"
+    whole: Any = moe_blocks(AutoModelForCausalLM.from_pretrained(best))[0][1].experts.gate_up_proj  # pyright: ignore
+    for gone_on in (True, False):
+        model, callback = model_of("qwen3_moe"), ReplacedBlocks()
+        layer: Any = replace_blocks(model, ranks.group)[0]
+        own = whole[[expert for expert in layer.experts.expert_ids if expert >= 0]]
+        assert not torch.equal(layer.experts.gate_up_proj, own)
+        args.load_best_model_at_end = not gone_on
+        callback.on_train_begin(args, state if gone_on else TrainerState(), None, model=model)
+        if not gone_on:
+            callback.on_train_end(args, TrainerState(best_model_checkpoint=best), None, model=model)
+        assert torch.equal(layer.experts.gate_up_proj, own)
+    with pytest.raises(ValueError, match="went on from another checkpoint than"):
+        ReplacedBlocks().on_train_begin(args, TrainerState(global_step=1), None, model=model)
 
 
 def far_from_hand(folder: str, ids: torch.Tensor, steps: int) -> float:
     read = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    want = stepped_by_hand(ids, steps).state_dict()
+    want = stepped_by_hand(ids, steps)[0].state_dict()
     assert not same(want, model_of("qwen3_moe").state_dict())
     return max(float((read[name] - want[name]).abs().max()) for name in want)
 
@@ -94,23 +123,33 @@ def train(ranks: Ranks, folder: str, micro: int):
     args = TrainingArguments(
         folder,
         use_cpu=True,
-        max_steps=3,
+        max_steps=2,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=micro,
         optim="sgd",
         learning_rate=0.5,
         lr_scheduler_type="constant",
         max_grad_norm=0.1,
-        save_steps=3,
+        save_steps=1,
+        logging_steps=1,
         save_only_model=True,
         report_to=[],
         disable_tqdm=True,
     )
     rows = [{"input_ids": ids, "labels": ids}] * 16
     watched = Watched()
-    trainer = Trainer(model, args, train_dataset=rows, callbacks=[watched])  # pyright: ignore
-    trainer.train()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Trainer(model, args, train_dataset=rows, callbacks=[watched]).train()  # pyright: ignore
     assert watched.sync is None
+    assert not [str(one.message) for one in caught if "clip_grad_norm_" in str(one.message)]
+    # Another model goes on from there.
+    model, args.max_steps = model_of("qwen3_moe"), 3
+    replace_blocks(model, ranks.group)
+    trainer = Trainer(model, args, train_dataset=rows, callbacks=[watched])  # pyright: ignore
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+    assert norms == pytest.approx(stepped_by_hand(ids[None], 3)[1], rel=1e-4)
     return far_from_hand(f"{folder}/checkpoint-3", ids[None], 3), watched.divided
 
 

@@ -17,6 +17,7 @@ from transformers.models.qwen2_moe.configuration_qwen2_moe import Qwen2MoeConfig
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig as Qwen3MoeConfig
 from transformers.trainer import Trainer as Trainer
 from transformers.trainer_callback import TrainerCallback as TrainerCallback
+from transformers.trainer_callback import TrainerState as TrainerState
 from transformers.training_args import TrainingArguments as TrainingArguments
 from transformers.utils import logging as logging
 

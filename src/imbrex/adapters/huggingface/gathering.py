@@ -37,7 +37,10 @@ class Team:
                 call = partial(dist.all_reduce, here, group=group, async_op=True)
                 waits.run(self.what, call, on_host=not here.is_cuda, group=group)
         except RankLostError as error:
-            raise RankLostError(f"{error}; {self.what} is collective: call it on every rank") from error
+            raise RankLostError(
+                f"{error}; {self.what} is collective: call it on every rank (Trainer saves on one: give it "
+                "ReplacedBlocks(), and instead of its save_model() call the model's save_pretrained())"
+            ) from error
 
     def agree(self, problem: Exception | None = None) -> None:
         """Raises on every rank where one has a problem: its own there, one that quotes it elsewhere."""

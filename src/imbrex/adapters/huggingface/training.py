@@ -5,13 +5,18 @@ Trainer(model=model, args=args, callbacks=[ReplacedBlocks()], ...)
 
 from __future__ import annotations
 
+import json
+import math
 import os
+from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 import imbrex
+from imbrex.adapters.huggingface.gathering import Team
 from imbrex.adapters.huggingface.replaced import replaced_blocks
+from imbrex.adapters.huggingface.weights import SafetensorsFolder, block_prefix, load_block
 from imbrex.parallel.backward import sync_in_backward
 
 
@@ -20,11 +25,14 @@ class ReplacedBlocks(TrainerCallback):
     every rank take part in saving checkpoints. Sums run beside the backward; behind it where a step has
     several micro-batches, or gradients are checkpointed by torch's reentrant way.
 
+    Where Trainer goes on from a checkpoint, or takes the best one at its end, it leaves out experts, whose
+    names differ in files: every rank then reads its own. The norm that it logs is that of all ranks.
+
     Wants `save_only_model=True`: Trainer writes the optimizer's state of one rank;
     `imbrex.parallel.checkpoint` writes all of it."""
 
     def __init__(self) -> None:
-        self.max_grad_norm = 0.0
+        self.max_grad_norm, self.norm = 0.0, math.nan
         self.own_save: Any = None
         self.sync: Any = None
 
@@ -37,6 +45,8 @@ class ReplacedBlocks(TrainerCallback):
                 "ReplacedBlocks: Trainer would write the optimizer's state of one rank's experts only; give "
                 "save_only_model=True or save_strategy='no', and to resume use imbrex.parallel.checkpoint"
             )
+        if state.global_step > 0:
+            _load_experts(model, _resumed(args, state))
         # Trainer would clip before the gradients are all ranks', by the norm of one rank's experts.
         self.max_grad_norm, args.max_grad_norm = args.max_grad_norm or 0.0, 0.0
         # Trainer saves on one rank, in the middle of a step that the others go on with: see `on_save`.
@@ -47,8 +57,14 @@ class ReplacedBlocks(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         imbrex.sync_gradients(model, dense=_averages_dense(args))
-        if self.max_grad_norm > 0:
-            imbrex.clip_grad_norm_(model, self.max_grad_norm)
+        # To infinity means that nothing is scaled, as in Trainer.
+        self.norm = imbrex.clip_grad_norm_(model, self.max_grad_norm or math.inf)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        for told in (logs, state.log_history[-1] if state.log_history else None):
+            if told is not None and "grad_norm" in told:
+                # host sync: where Trainer copies its own norm
+                told["grad_norm"] = float(self.norm)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.own_save(os.path.join(args.output_dir, f"checkpoint-{state.global_step}"))
@@ -59,6 +75,8 @@ class ReplacedBlocks(TrainerCallback):
             self.sync = None
         vars(model)["save_pretrained"] = self.own_save
         args.max_grad_norm = self.max_grad_norm
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            _load_experts(model, Path(state.best_model_checkpoint))
 
 
 def _averages_dense(args: Any) -> bool:
@@ -70,6 +88,34 @@ def _one_backward_a_step(args: Any) -> bool:
     """Whether every parameter gets its gradient once a step."""
     reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", True)
     return args.gradient_accumulation_steps == 1 and not (args.gradient_checkpointing and reentrant)
+
+
+def _resumed(args: Any, state: Any) -> Path:
+    """The folder that Trainer has gone on from, which it tells nobody."""
+    folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    file = folder / "trainer_state.json"
+    if file.exists():
+        history = TrainerState.load_from_json(str(file)).log_history
+        if json.dumps(history) == json.dumps(state.log_history):
+            return folder
+    raise ValueError(
+        f"ReplacedBlocks: Trainer went on from another checkpoint than {folder}, and has left out its "
+        "experts; put it there, or give its folder's parent as output_dir"
+    )
+
+
+def _load_experts(model: Any, folder: Path) -> None:
+    """Read the blocks of a checkpoint, each rank its own experts. Raises on all ranks what one says."""
+    blocks, problem = replaced_blocks(model), None
+    try:
+        weights = SafetensorsFolder(folder)
+        for name, layer in blocks:
+            load_block(layer, weights, block_prefix(weights, int(name.split(".")[-2])))
+    except (OSError, ValueError) as error:
+        problem = error
+    team = Team([layer for _, layer in blocks], "reading of a checkpoint")
+    team.meet()
+    team.agree(problem)
 
 
 def _later(*_: Any, **__: Any) -> None:
