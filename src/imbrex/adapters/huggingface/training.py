@@ -61,10 +61,10 @@ class ReplacedBlocks(TrainerCallback):
         self.norm = imbrex.clip_grad_norm_(model, self.max_grad_norm or math.inf)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        for told in (logs, state.log_history[-1] if state.log_history else None):
-            if told is not None and "grad_norm" in told:
+        for row in (logs, state.log_history[-1] if state.log_history else None):
+            if row is not None and "grad_norm" in row:
                 # host sync: where Trainer copies its own norm
-                told["grad_norm"] = float(self.norm)
+                row["grad_norm"] = float(self.norm)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.own_save(os.path.join(args.output_dir, f"checkpoint-{state.global_step}"))
