@@ -2,6 +2,7 @@
 
 import json
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -271,6 +272,22 @@ def test_no_expert_is_drawn_to_be_overwritten(monkeypatch):
     monkeypatch.setattr(Experts, "_draw", lambda *_: pytest.fail("an expert is drawn"))
     for parameter in replace_blocks(model)[0].parameters():
         assert not parameter.isnan().any()
+
+
+def test_a_block_is_let_go_of_before_the_next_is_replaced(monkeypatch):
+    """So a model needs its own memory and a share of one block's while it is replaced, not all shares."""
+    config = small(MixtralConfig, intermediate_size=12, num_local_experts=6, num_hidden_layers=4)
+    model = AutoModelForCausalLM.from_config(config)
+    experts = [weakref.ref(module) for path, module in model.named_modules() if path.endswith("mlp.experts")]
+    alive = []
+
+    def load(*what):
+        alive.append(sum(ref() is not None for ref in experts))
+        load_block(*what)
+
+    monkeypatch.setattr("imbrex.adapters.huggingface.blocks.load_block", load)
+    replace_blocks(model)
+    assert alive == [4, 3, 2, 1]
 
 
 def test_router_logits_are_refused_until_the_blocks_are_back():

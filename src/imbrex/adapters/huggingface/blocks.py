@@ -56,8 +56,8 @@ def replace_blocks(
     Raises ValueError for a model without such blocks, and where `moe_config` or `load_block` does.
     """
     config = moe_config(getattr(model, "config", {}))
-    places = moe_blocks(model)
-    if not places:
+    paths = [path for path, _ in moe_blocks(model)]  # a list of blocks would keep their weights to the end
+    if not paths:
         raise ValueError(f"replace_blocks: a {type(model).__name__} has no MoE blocks; give the whole model")
     settings: Any = model.config
     reason = why_not_router(router, settings.model_type)
@@ -65,7 +65,8 @@ def replace_blocks(
         raise ValueError(f"replace_blocks: {reason}")
     router_logits = bool(getattr(settings, "output_router_logits", False))
     layers: list[MoELayer] = []
-    for number, (path, block) in enumerate(places):
+    for number, path in enumerate(paths):
+        block = model.get_submodule(path)
         source = block if weights is None else weights
         prefix = "" if weights is None else block_prefix(weights, int(path.split(".")[-2]))
         parent, name = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
