@@ -35,6 +35,8 @@ RESULTS = Path(__file__).parent / "results" / "fused.json"
 MODELS = ("qwen2-moe", "qwen3-30b-a3b", "deepseek-v3", "phi3.5-moe", "mixtral")
 TOKENS = (16384, 4096)
 RIVALS = ("nccl-a2a", "nccl-agrs-bag")
+FIRST = (16, 24)
+"""Blocks that sum others' tokens beside down."""
 
 
 def main() -> None:
@@ -49,7 +51,8 @@ def main() -> None:
     world = torch.cuda.device_count()
     if world < 2:
         raise SystemExit("benchmarks/fused.py needs two GPUs or more")
-    only = OURS, OURS_FUSED, *OURS_FIRST.values(), DY_BEFORE, OURS_ALONE, LOCAL, FUSED_LOCAL, FLOOR, *RIVALS
+    first = (f"{OURS_FIRST}{blocks}" for blocks in FIRST)
+    only = OURS, OURS_FUSED, *first, DY_BEFORE, OURS_ALONE, LOCAL, FUSED_LOCAL, FLOOR, *RIVALS
     only = tuple(args.only.split(",")) if args.only else only
     tokens = [int(m) for m in args.tokens.split(",")]
     what = {"only": only, "ops": tuple(args.ops.split(","))}

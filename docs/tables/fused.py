@@ -8,6 +8,8 @@ from typing import Any
 
 from docs.tables.results import Row, Table, last_run, on, read, select
 
+RIVALS = "nccl-a2a", "nccl-agrs-bag"
+ORDER = ("qwen2-moe", "qwen3-30b-a3b", "deepseek-v3", "phi3.5-moe", "mixtral")
 MODELS = ("qwen2-moe", "qwen3-30b-a3b", "deepseek-v3", "mixtral")
 SHARES = [(ranks, model) for ranks in (2, 4) for model in MODELS]
 STATIC = (4, 8, 16, 24, 32)
@@ -24,6 +26,8 @@ WAYS = {
 FUSED_LOCAL = "imbrex-fused-local"
 """As many rows of every expert, all of its rank's own tokens."""
 FIRST = "imbrex-fused-others-first-"
+TRIED = {"imbrex-fused": "", "imbrex-fused-dy-before": "dy before", f"{FIRST}24": "others first"}
+"""Of the divisions of roles that `auto` and `imbrex tune` try, those that the benchmark times."""
 NOISE = 0.02
 MOVERS, IDLE = "gated movers, wire", "gated idle warps, wire"
 
@@ -33,32 +37,31 @@ def rows() -> list[Row]:
 
 
 def layer(gpu: str, count: int) -> Table:
-    """Serial and fused layers, their experts alone, and the faster rival over NCCL, on so many GPUs."""
-    head = (
-        "model",
-        "tokens",
-        "",
-        "serial",
-        "fused",
-        "gain",
-        "experts alone",
-        "hidden",
-        "of the wire",
-        "rival",
-    )
+    """Serial and fused layers, their experts alone, and the faster rival over NCCL, on so many GPUs; of every
+    case the newest run."""
+    head = "model", "tokens", "", "serial", "fused", "gain", "tuned", "gain", "experts alone"
+    head += "hidden", "of the wire", "rival"
     lines, used = [], []
-    measured = last_run(on(read("fused"), gpu, count))
-    cases = {(r["case"]["model"], r["case"]["M"], r["op"]): None for r in measured}
-    for model, tokens, op in cases:
-        rows_of = {r["impl"]: r for r in select(measured, op=op, case={"model": model, "M": tokens})}
+    for (model, tokens, op), rows_of in newest(on(read("fused"), gpu, count)).items():
         serial, fused, alone = (rows_of[f"imbrex-{name}"] for name in ("serial", "fused", "experts-alone"))
-        rival = fastest(rows_of[name] for name in ("nccl-a2a", "nccl-agrs-bag"))
-        used += [serial, fused, alone, rival]
-        saved, beyond = (serial["median_us"] - row["median_us"] for row in (fused, alone))
-        times = [us(serial), us(fused), ratio(serial, fused, 2), us(alone), f"{saved / beyond:.0%}"]
-        times += [of_the_wire(rows_of), ratio(rival, fused, 2)]
+        rival = fastest(rows_of[name] for name in RIVALS)
+        tuned = fastest(rows_of[name] for name in TRIED if name in rows_of)
+        used += [serial, fused, tuned, alone, rival]
+        saved, beyond = (serial["median_us"] - row["median_us"] for row in (tuned, alone))
+        times = [us(serial), us(fused), ratio(serial, fused, 2)]
+        times += [f"{us(tuned)} {TRIED[tuned['impl']]}".strip(), ratio(serial, tuned, 2)]
+        times += [us(alone), f"{saved / beyond:.0%}", of_the_wire(rows_of), ratio(rival, tuned, 2)]
         lines.append([model, tokens, op.replace("+backward", ", backward"), *times])
     return Table(head=head, body=lines, rows=used)
+
+
+def newest(measured: Sequence[Row]) -> dict[tuple[str, int, str], dict[str, Row]]:
+    """The rows of every case, by implementation, of the newest run in which rivals ran beside it."""
+    found: dict[tuple[str, int, str], dict[str, Row]] = {}
+    for row in sorted(select(measured, impl=RIVALS[0]), key=lambda row: row["run"]):
+        share = select(measured, op=row["op"], run=row["run"], case=row["case"])
+        found[row["case"]["model"], row["case"]["M"], row["op"]] = {r["impl"]: r for r in share}
+    return dict(sorted(found.items(), key=lambda item: (-item[0][1], ORDER.index(item[0][0]), item[0][2])))
 
 
 def others_first() -> Table:
@@ -66,15 +69,15 @@ def others_first() -> Table:
     measured = [row for row in read("fused") if row["op"] == "forward"]
     tried = sorted({int(r["impl"].removeprefix(FIRST)) for r in measured if r["impl"].startswith(FIRST)})
     lines, used = [], []
-    for row in (r for r in measured if r["impl"] == f"{FIRST}{tried[0]}"):
-        its = [r for r in measured if (r["run"], r["case"]) == (row["run"], row["case"])]
-        shown = [r for n in tried for r in select(its, impl=f"{FIRST}{n}")]
-        shown = [*select(its, impl="imbrex-serial"), *select(its, impl="imbrex-fused"), *shown]
-        used += shown
-        lines.append([row["case"]["model"], row["case"]["W"], *(us(r) for r in shown)])
-    return Table(
-        head=["model", "GPUs", "serial", "fused", *(f"n = {n}" for n in tried)], body=lines, rows=used
-    )
+    for row in select(measured, impl=f"{FIRST}24"):
+        its = {r["impl"]: r for r in measured if (r["run"], r["case"]) == (row["run"], row["case"])}
+        shown = [its.get(name) for name in ("imbrex-serial", "imbrex-fused", *(f"{FIRST}{n}" for n in tried))]
+        used += [r for r in shown if r is not None]
+        gpu = row["measured"]["hardware"]["gpu"].split()[1]
+        cells = [us(r) if r is not None else "" for r in shown]
+        lines.append([row["case"]["model"], row["case"]["M"], f"{row['case']['W']} {gpu}", *cells])
+    head = ["model", "tokens", "GPUs", "serial", "fused", *(f"n = {n}" for n in tried)]
+    return Table(head=head, body=lines, rows=used)
 
 
 def of_the_wire(rows_of: dict[str, Row]) -> str:

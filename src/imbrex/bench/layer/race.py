@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -41,8 +41,9 @@ LOCAL, FUSED_LOCAL = "imbrex-serial-local", "imbrex-fused-local"
 """A layer with as many rows of every expert, all of its rank's own tokens: nothing crosses."""
 DY_BEFORE = "imbrex-fused-dy-before"
 """Rows of dy move before their product, not beside it."""
-OURS_FIRST = {n: f"imbrex-fused-others-first-{n}" for n in (16, 24)}
-"""Down multiplies others' rows first, and so many blocks sum them meanwhile (`Roles.first`)."""
+OURS_FIRST = "imbrex-fused-others-first-"
+"""Down multiplies others' rows first, and as many blocks as the name ends with sum them meanwhile
+(`Roles.first`)."""
 VARIANTS = OURS_FUSED, OURS_ALONE, OURS_TORCH, OURS_EXACT, OURS_NCCL
 FLOOR = "floor"
 FLOORS = FLOOR, OURS_ALONE, LOCAL, FUSED_LOCAL
@@ -160,14 +161,15 @@ class Race:
         fused = Fused(Roles(dy=0))
         return {DY_BEFORE: self._ours(self.experts, self.exchange, inputs, training=True, strategy=fused)}
 
-    def others_first(self, op: str, inputs: Inputs) -> dict[str, Call]:
-        """The fused layer with others' rows first; none where experts are wide."""
+    def others_first(self, op: str, inputs: Inputs, names: Iterable[str]) -> dict[str, Call]:
+        """The fused layers with others' rows first among `names`; none where experts are wide."""
         if self.shape.intermediate_size >= LESS_DEPTH:
             return {}
         layer, training = (self.experts, self.exchange, inputs), op == "forward+backward"
         return {
-            name: self._ours(*layer, training=training, strategy=Fused(Roles(first=n)))
-            for n, name in OURS_FIRST.items()
+            name: self._ours(*layer, training=training, strategy=Fused(Roles(first=blocks_of(name))))
+            for name in names
+            if name.startswith(OURS_FIRST)
         }
 
     def calls(self, op: str, inputs: Inputs) -> dict[str, Call]:
@@ -383,7 +385,7 @@ def run_entry(runner: Race, entry: Entry, repeats: int) -> list[dict[str, Any]]:
         calls = runner.calls(op, inputs)
         if entry.only:
             calls |= runner.local_calls(op, inputs) | runner.dy_before(op, inputs)
-            calls |= runner.others_first(op, inputs)
+            calls |= runner.others_first(op, inputs, entry.only)
             calls = {name: calls[name] for name in entry.only if name in calls}
         elif not entry.variants:
             calls = {name: call for name, call in calls.items() if name not in VARIANTS}
@@ -396,6 +398,29 @@ def run_entry(runner: Race, entry: Entry, repeats: int) -> list[dict[str, Any]]:
         if runner.rank == 0:
             print(line_of(entry, op, by_name), flush=True)
     return rows
+
+
+def blocks_of(name: str) -> int:
+    """The number that a name of `OURS_FIRST` ends with."""
+    return int(name.removeprefix(OURS_FIRST))
+
+
+def note_of(name: str, implementation: str) -> str:
+    """Says what was timed; implementation: of our experts."""
+    if name.startswith(OURS_FIRST):
+        return f"schedule 'fused', others' rows first, summed by {blocks_of(name)} blocks"
+    return {
+        OURS: f"experts: {implementation}; rows for the worst case",
+        OURS_TORCH: "torch's grouped GEMM, own SwiGLU",
+        OURS_NCCL: "a token once to a rank over NCCL, torch's grouped GEMM, own SwiGLU",
+        OURS_EXACT: "rows as many as there are, after asking the GPU",
+        OURS_FUSED: "schedule 'fused'",
+        DY_BEFORE: "schedule 'fused', rows of dy before their product",
+        OURS_ALONE: "our experts, rows permuted",
+        LOCAL: "every choice is an expert of the token's rank",
+        FUSED_LOCAL: "schedule 'fused', every choice is an expert of the token's rank",
+        FLOOR: "torch's experts, rows permuted",
+    }.get(name, "torch's experts, backward by hand")
 
 
 def row_of(
@@ -422,22 +447,7 @@ def row_of(
         "max_us": round(max(times), 1),
         "n": len(times),
         "host_syncs": int(name.startswith("nccl") or name in (OURS_EXACT, OURS_NCCL)),
-        "note": {
-            OURS: f"experts: {runner.experts.implementation}; rows for the worst case",
-            OURS_TORCH: "torch's grouped GEMM, own SwiGLU",
-            OURS_NCCL: "a token once to a rank over NCCL, torch's grouped GEMM, own SwiGLU",
-            OURS_EXACT: "rows as many as there are, after asking the GPU",
-            OURS_FUSED: "schedule 'fused'",
-            DY_BEFORE: "schedule 'fused', rows of dy before their product",
-            **{
-                of: f"schedule 'fused', others' rows first, summed by {n} blocks"
-                for n, of in OURS_FIRST.items()
-            },
-            OURS_ALONE: "our experts, rows permuted",
-            LOCAL: "every choice is an expert of the token's rank",
-            FUSED_LOCAL: "schedule 'fused', every choice is an expert of the token's rank",
-            FLOOR: "torch's experts, rows permuted",
-        }.get(name, "torch's experts, backward by hand"),
+        "note": note_of(name, runner.experts.implementation),
     }
     return row | ({"error": error} if name == OURS else {})
 
