@@ -218,8 +218,8 @@ class Summers:
         if mark == "next":
             self.machine.draw(asm, "next", 0)
         elif mark == "written":
-            body = self.machine.source.body(SUMMERS, "bool wait_written(int part) const")
-            leave = self.end if "leave_if_failed" in body else None
+            leaves = self.machine.counting_ends(SUMMERS, "bool wait_written(int part) const")
+            leave = self.end if leaves else None
             asm.add("wait for a part", local=True, ready=self.is_written, leave=leave)
         elif mark == "reduced":
             asm.go(past, lambda w, t: not self.at_home(w, t))

@@ -110,6 +110,12 @@ class Kernel(Machine):
             raise LookupError(f"{file} says {body[0][0]!r} before it waits for the launch before it")
         return body[1:]
 
+    def counting_ends(self, file: str, head: str) -> bool:
+        """Whether the wait for this rank's own product, which a function calls, ends where the call fails."""
+        if "wait_counted(" not in self.source.body(file, head):
+            raise LookupError(f"{file}, {head!r}: the model does not know how it waits")
+        return "leave_if_failed" in self.source.body(REDUCE, "void wait_counted(")
+
     def others(self, me: int) -> list[int]:
         return [p for p in range(self.ranks) if p != me]
 

@@ -140,6 +140,5 @@ class _Summer:
 
     def _wait(self, of: int) -> None:
         at, due = self.machine.word(self.me, "written", of), self.lists.count(of)
-        body = self.machine.source.body(FIRST, "bool wait_written(int list) const")
-        leave = self.end if "leave_if_failed" in body else None
+        leave = self.end if self.machine.counting_ends(FIRST, "bool wait_written(int list) const") else None
         self.asm.add(f"wait for list {of}", local=True, ready=lambda w, t: w[at] >= due, leave=leave)

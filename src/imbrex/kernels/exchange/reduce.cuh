@@ -331,6 +331,25 @@ __device__ __forceinline__ bool wait_reduced(const Call& call, int flag) {
     return __all_sync(0xffffffffu, fine);
 }
 
+// Until this rank's product has counted `due` rows in a word, where sums are beside it; what is due is read
+// again at every look, wherever it lies. `fine`: no wait has failed. One lane. The product ends in bounded
+// time, so this limit is one for a broken kernel only.
+__device__ __forceinline__ void wait_counted(const Call& call, const u32* words, int at, const u32& due,
+                                             bool& fine) {
+    stall(call, 4);
+    const u64 start = ptx::global_timer();
+    for (u32 polls = 1; fine && ptx::load_acquire_gpu(words + at) < due; ++polls) {
+        if ((polls & 31) == 0) {
+            fine = !leave_if_failed(call, kOwnBlocks);
+            if (fine && ptx::global_timer() - start > 4 * call.group->timeout_ns) {
+                give_up(call, kTimedOut, kOwnBlocks, call.me);
+                fine = false;
+            }
+        }
+        ptx::rest();
+    }
+}
+
 // The own pieces that this warp takes, of `pieces`, `number` first: with kStream, which takes registers, and
 // where rows are whole, one stream of tokens. `there(piece)`, all lanes: whether its sums have come; where
 // not that is the end. Returns the piece that was drawn and not added, or `pieces` and more.

@@ -214,24 +214,10 @@ struct Summer {
     }
 
    private:
-    // Until the rows of a list are written. All lanes. The product ends in bounded time, so this limit is one
-    // for a broken kernel only.
+    // Until the rows of a list are written. All lanes.
     __device__ __forceinline__ bool wait_written(int list) const {
         bool fine = true;
-        if (ptx::lane_id() == 0) {
-            stall(call, 4);
-            const u64 start = ptx::global_timer();
-            for (u32 polls = 1; fine && ptx::load_acquire_gpu(written + list) < due[list]; ++polls) {
-                if ((polls & 31) == 0) {
-                    fine = !leave_if_failed(call, kOwnBlocks);
-                    if (fine && ptx::global_timer() - start > 4 * call.group->timeout_ns) {
-                        give_up(call, kTimedOut, kOwnBlocks, call.me);
-                        fine = false;
-                    }
-                }
-                ptx::rest();
-            }
-        }
+        if (ptx::lane_id() == 0) wait_counted(call, written, list, due[list], fine);
         return __all_sync(~0u, fine);
     }
 };

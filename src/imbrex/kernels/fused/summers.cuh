@@ -150,8 +150,7 @@ struct Summers {
                           : partial_at(call, reduce, piece.source, call.me, 0);
     }
 
-    // Until this rank's rows of a part are written. All lanes. The product ends in bounded time, so this
-    // limit is one for a broken kernel only.
+    // Until this rank's rows of a part are written. All lanes.
     __device__ __forceinline__ bool wait_written(int part) const {
         bool fine = true;
         if (ptx::lane_id() == 0) {
@@ -159,18 +158,7 @@ struct Summers {
                       columns = min(wide, written.columns - part * wide);
             const u32 rows = written.experts > 0 ? written.ends[written.experts - 1] : 0,
                       due = rows * static_cast<u32>((columns + written.tile - 1) / written.tile);
-            stall(call, 4);
-            const u64 start = ptx::global_timer();
-            for (u32 polls = 1; fine && ptx::load_acquire_gpu(written.words + part) < due; ++polls) {
-                if ((polls & 31) == 0) {
-                    fine = !leave_if_failed(call, kOwnBlocks);
-                    if (fine && ptx::global_timer() - start > 4 * call.group->timeout_ns) {
-                        give_up(call, kTimedOut, kOwnBlocks, call.me);
-                        fine = false;
-                    }
-                }
-                ptx::rest();
-            }
+            wait_counted(call, written.words, part, due, fine);
         }
         return __all_sync(~0u, fine);
     }
