@@ -14,6 +14,8 @@ from imbrex.kernels.exchange.groups import empty_groups
 from imbrex.kernels.ffn import glue
 from imbrex.kernels.gemm.gemm import ALONE, FOLLOWS, Epilogue, Layout, Tiling, launch_gemm
 from imbrex.kernels.gemm.tiling import LOW, SMALL
+from imbrex.kernels.routing.routed import Sizes, empty_routed
+from imbrex.kernels.rows import weights
 from imbrex.kernels.structs import SOURCES
 from imbrex.placement import contiguous
 from tests.emulated import kernel
@@ -189,3 +191,23 @@ def test_sums_of_a_rank_alone_ask_for_rows_when_these_are_there(monkeypatch: pyt
     y = glue.sum_rows(rows, position, None, early=True)
     wanted = torch.cat([rows.float(), torch.zeros(1, 264)])[position].sum(1)
     assert (y.float() - wanted).abs().max() <= 2**-7 * wanted.abs().max()
+
+
+def test_weights_are_spread_when_routing_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is written before: the launch before may still read what stands there."""
+    first = "__device__ __forceinline__ int first() { "
+    edits = [
+        ("namespace rows {\n\nconstexpr", WAITED + "namespace rows {\n\nconstexpr"),
+        (first, first + "::sums::check_waited(); "),
+        (WAIT, "::sums::" + NOTE),
+    ]
+    files = {"rows/weights.cu": edits}
+    monkeypatch.setattr(weights, "_BLOCKS", 2)
+    variant, load = weights.shipped_variants()[0], edited(monkeypatch, files)
+    monkeypatch.setattr(weights, "_kernel", lambda *which: load(variant))
+    routed = empty_routed(Sizes(local_ranks=1, ranks=3, choices=2, most_slots=4), 40, torch.device("cpu"))
+    routed.position_LWTK[:] = (torch.randperm(240) - 60).view(1, 3, 40, 2)
+    routed.weights_LWTK[:] = torch.rand(1, 3, 40, 2)
+    routed.counts_Le[:] = torch.tensor([50, 0, 70, 9])
+    ours, theirs = weights.run_spread(routed, 170, 3), weights.spread(routed, 170, 3)
+    assert all(torch.equal(one, other) for one, other in zip(ours[:3], theirs[:3], strict=True))

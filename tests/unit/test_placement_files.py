@@ -124,6 +124,19 @@ def other_layers(tmp_path):
     return tmp_path
 
 
+def other_model(tmp_path):
+    (tmp_path / "rank0.jsonl").write_text(
+        '{"iter": 0, "layer": 3, "tpe": [1, 2]}\n{"iter": 1, "layer": 3, "tpe": [1, 2, 3]}'
+    )
+    return tmp_path
+
+
+def other_rank(tmp_path):
+    (tmp_path / "rank0.jsonl").write_text('{"iter": 0, "layer": 3, "tpe": [1, 2]}\n')
+    (tmp_path / "rank1.jsonl").write_text('{"iter": 0, "layer": 3, "tpe": [1]}\n')
+    return tmp_path
+
+
 def other_rows(tmp_path):
     (tmp_path / "a.json").write_text('{"logical_count": [[1, 2], [1, 2, 3]]}')
     return tmp_path / "a.json"
@@ -179,6 +192,8 @@ def objects_of_torch(tmp_path):
         (cut, "ends 8 bytes early"),
         (missing_layer, "layer 1 is missing in iteration 0"),
         (other_layers, "layers 3 and 4 differ in their experts; give layers of one kind in a file"),
+        (other_model, "layer 3 has 2 experts in iteration 0 and 3 in iteration 1; give records of one model"),
+        (other_rank, "lines of layer 3 in iteration 0 differ in their experts; give the ranks of"),
         (other_rows, "rows of counts differ in length, .* give layers of one kind in a file"),
         (negative, "not negative"),
         (fraction, "whole numbers"),

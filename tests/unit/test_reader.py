@@ -58,10 +58,19 @@ def test_a_rank_that_nobody_reads_says_so(
     assert "imbrex: error: nobody reads what rank 0 prints; run it again" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "value"), [("json", "out.json"), ("json", None), ("out", "runs")])
+@pytest.mark.parametrize(
+    ("given", "place"),
+    [
+        ({"json": "out.json"}, "--json"),
+        ({"json": None}, "TMPDIR"),
+        ({"json": None, "report": "out.html"}, "--report"),
+        ({"json": "out.json", "report": "out.html"}, "--json or --report"),
+        ({"out": "runs"}, "--out"),
+    ],
+)
 def test_a_full_disk_of_ranks_names_what_the_command_has(
-    name: str,
-    value: str | None,
+    given: dict[str, str | None],
+    place: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
@@ -69,12 +78,11 @@ def test_a_full_disk_of_ranks_names_what_the_command_has(
     monkeypatch.setattr(os, "_exit", lambda code: None)
     monkeypatch.setattr("imbrex.demo.rank._train", _full)
     monkeypatch.setenv("RANK", "0")
-    if name == "out":
+    if "out" in given:
         (tmp_path / folder.RANKS).mkdir()
         demo_rank.work(Namespace(out=str(tmp_path), ranks=1, timeout=5.0))
     else:
-        ranks.be_a_rank(Namespace(board=str(tmp_path), ranks=1, timeout=5.0, json=value), _full)
-    place = f"--{name}" if value else "TMPDIR"
+        ranks.be_a_rank(Namespace(board=str(tmp_path), ranks=1, timeout=5.0, **given), _full)
     sentence = f"imbrex: error: No space left on device: free the disk or choose another {place}\n"
     assert capsys.readouterr().err == sentence
 

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from imbrex.exchange import nvlink, nvlink_fit
 from imbrex.simulate.loads import Spread
-from imbrex.simulate.memory import memory_of, memory_of_experts, memory_of_rows, most_rows
+from imbrex.simulate.memory import SPARED, memory_of, memory_of_experts, memory_of_rows, most_rows
 from imbrex.simulate.plans import choose, weigh
 from imbrex.simulate.request import Request
-from imbrex.simulate.run import Layout
+from imbrex.simulate.run import FEW_FUSED, Layout
 from imbrex.simulate.story import lines
 from tests.unit.test_simulate_plans import DEEPSEEK, QWEN, world
 
@@ -52,6 +53,15 @@ def test_over_nvlink_there_is_room_for_all_rows_that_could_come() -> None:
         forward, eight, replace(layout, transport="alltoall")
     )
     assert more > (most - coming) * 2048 * 2
+
+
+def test_of_few_tokens_no_host_asks() -> None:
+    """One kernel routes and moves them: 16 ranks of 256 tokens have room for 470 MB of rows a layer."""
+    request = Request(shape=DEEPSEEK, ranks=16, tokens=256, mode="train", layers=58)
+    layout, node = Layout(ep=16, transport="nvlink"), world(16, 16)
+    assert most_rows(request, node, layout) == 16 * 256 * 8
+    assert most_rows(replace(request, tokens=257), node, layout) == 257 * 8
+    assert (SPARED, FEW_FUSED) == (nvlink.SPARED, nvlink_fit.FEW_TOKENS)
 
 
 def test_two_tiers_have_room_for_all_rows_of_a_pool() -> None:

@@ -104,14 +104,15 @@ def be_a_rank(args: argparse.Namespace, work: Callable[[int, Any], None]) -> int
     board_at.mkdir(exist_ok=True)
     death.forget(board_at, rank)
     board = PhaseBoard(board_at, rank)
+    results = [f"--{name}" for name in ("json", "report") if vars(args).get(name)]
     end = Rank(
         board_at,
         rank=rank,
         num_ranks=args.ranks,
         timeout_s=args.timeout,
         hint=hint,
-        # A command without results in a file writes the boards of its ranks alone.
-        files="--json" if vars(args).get("json") else "TMPDIR",
+        # A command without files of results writes the boards of its ranks alone.
+        files=" or ".join(results) or "TMPDIR",
     )
     end_as(end, work, board)
     if args.board is None and rank == 0:

@@ -14,7 +14,7 @@ import json
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,18 +110,31 @@ def _from_cells(counts: dict[tuple[int, int], Ints], top_k: int = 0) -> LoadHist
         for layer in layers:
             if (iteration, layer) not in counts:
                 raise ValueError(f"layer {layer} is missing in iteration {iteration}")
-    first = len(counts[iterations[0], layers[0]])
-    other = next((layer for layer in layers for i in iterations if len(counts[i, layer]) != first), None)
-    if other is not None:
-        raise ValueError(
-            f"layers {layers[0]} and {other} differ in their experts; give layers of one kind in a file"
-        )
+    for layer in layers:
+        _check_kind(counts, iterations, layers[0], layer)
     return LoadHistory(
         counts_ILE=np.stack([np.stack([counts[i, layer] for layer in layers]) for i in iterations]),
         layers=tuple(layers),
         top_k=top_k,
         first_iteration=iterations[0],
     )
+
+
+def _check_kind(
+    counts: dict[tuple[int, int], Ints], iterations: Sequence[int], first: int, layer: int
+) -> None:
+    """Raise ValueError where a layer has other experts than the first one, or than itself before."""
+    experts = len(counts[iterations[0], first])
+    if len(counts[iterations[0], layer]) != experts:
+        raise ValueError(
+            f"layers {first} and {layer} differ in their experts; give layers of one kind in a file"
+        )
+    for iteration in iterations:
+        if len(counts[iteration, layer]) != experts:
+            raise ValueError(
+                f"layer {layer} has {experts} experts in iteration {iterations[0]} and "
+                f"{len(counts[iteration, layer])} in iteration {iteration}; give records of one model"
+            )
 
 
 def _from_counts(counts: Any) -> LoadHistory:
@@ -172,7 +185,13 @@ def _read_megatron(files: Iterable[Path], path: Path, num_experts: int) -> LoadH
     counts: dict[tuple[int, int], Ints] = {}
     for line in lines:
         where = int(line["iter"]), number[str(line.get("block", "")), int(line["layer"])]
-        counts[where] = counts.get(where, 0) + np.asarray(line["tpe"], dtype=np.int64)
+        counts_E = np.asarray(line["tpe"], dtype=np.int64)
+        if counts_E.ndim != 1 or counts.get(where, counts_E).shape != counts_E.shape:
+            raise ValueError(
+                f"lines of layer {where[1]} in iteration {where[0]} differ in their experts; "
+                "give the ranks of one run"
+            )
+        counts[where] = counts.get(where, 0) + counts_E
     return _from_cells(counts)
 
 

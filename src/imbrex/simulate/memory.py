@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from imbrex.simulate import traffic
 from imbrex.simulate.request import Request, World
-from imbrex.simulate.run import Layout, kernels_inside, parse_schedule
+from imbrex.simulate.run import FEW_FUSED, Layout, kernels_inside, parse_schedule
 
 SPARED = 200 << 20
 """Bytes of rows for which a host asks how many there are, where a backward keeps them (`exchange/nvlink`)."""
@@ -93,7 +93,7 @@ def most_rows(request: Request, world: World, layout: Layout, fullest: float = 1
     slots = math.ceil((shape.experts + layout.replicas) / layout.ep)
     limit = ranks * batch * min(shape.top_k, slots)
     spared = limit * (ranks - 1) // ranks * shape.width * shape.value_bytes
-    asks = request.training and layout.schedule == "serial" and spared >= SPARED
+    asks = request.training and layout.schedule == "serial" and batch > FEW_FUSED and spared >= SPARED
     return coming if asks else limit
 
 

@@ -31,7 +31,8 @@ NVLINK_RANKS = 16
 FEW_TOKENS = 512
 """Tokens of a rank up to which a crossing over NVLink has more multiprocessors."""
 FEW_FUSED = 256
-"""Tokens of a rank up to which a fused layer runs serially."""
+"""Tokens of a rank up to which one kernel over NVLink routes and moves (`exchange/nvlink_fit.py`): a fused
+layer runs serially, and no host asks how many rows come."""
 PIECES = 8
 """Parts into which a layer of one kernel is thought to be cut."""
 DESIGNS = ("one-kernel", "events")
