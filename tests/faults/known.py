@@ -8,8 +8,10 @@ from __future__ import annotations
 from tests.faults.doors import DOORS
 from tests.faults.fault import Fault
 from tests.faults.launches import LAUNCHES
-from tests.faults.overlap import EVENTS, FUSED, SCHEDULES, SIMULATE, TUNING
+from tests.faults.overlap import EVENTS, FUSED, SCHEDULES, TUNING
 from tests.faults.protocol import ONCE_SURVIVED_HERE, PROTOCOL
+from tests.faults.serving import SERVING
+from tests.faults.simulate import SIMULATE
 
 ONCE_SURVIVED = [
     Fault(
@@ -527,4 +529,5 @@ FAULTS: list[Fault] = [
     *GRADIENTS,
     *DOORS,
     *LAUNCHES,
+    *SERVING,
 ]

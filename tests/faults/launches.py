@@ -45,4 +45,20 @@ LAUNCHES = [
         "notes[-1].kind == STOPPED:\n            return notes[-1].sentence",
         ("unit/test_observe_death.py::test_a_rank_that_alone_was_told_to_stop_is_the_one_that_others_lost",),
     ),
+    Fault(
+        "a-full-disk-of-another-command",
+        "launch/ranks.py",
+        "a command whose disk is full is told to choose an option that it does not have",
+        'files=" or ".join(results) or "TMPDIR"',
+        'files="--out"',
+        ("unit/test_reader.py::test_a_full_disk_of_ranks_names_what_the_command_has",),
+    ),
+    Fault(
+        "a-full-disk-of-the-demo",
+        "demo/rank.py",
+        "the demo whose disk is full is told to choose another TMPDIR",
+        'files="--out"',
+        'files="TMPDIR"',
+        ("unit/test_reader.py::test_a_full_disk_of_ranks_names_what_the_command_has",),
+    ),
 ]

@@ -1,4 +1,4 @@
-"""Faults of what overlaps: kernels that move rows beside a product, events, and their simulation."""
+"""Faults of what overlaps: kernels that move rows beside a product, events, schedules and their tuning."""
 
 from __future__ import annotations
 
@@ -312,94 +312,6 @@ EVENTS = [
         "yield from (self._dead(s, rank) for s in following if s[0][rank][0] == FORWARD)",
         "pass",
         ("unit/test_liveness.py::test_one_order_loses_no_end_where_one_dies",),
-    ),
-]
-
-SIMULATE = [
-    Fault(
-        "chunks-checked-for-nothing",
-        "simulate/run.py",
-        "the message of several chunks before their plan takes no time",
-        "messages = 1 if degree == 1 else 2",
-        "messages = 1",
-        (
-            "unit/test_simulate_plans.py::test_several_chunks_say_in_a_message_of_their_own_that_the_input_is_fine",
-        ),
-    ),
-    Fault(
-        "chunks-hold-the-link",
-        "simulate/run.py",
-        "all that a chunk takes of a processor stands before its first row",
-        "by_kind[kind] + self.host(backward=backward) / len(own) for kind in own}",
-        "by_kind[kind] + self.host(backward=backward) * (kind == Kind.encode_out) for kind in own}",
-        ("unit/test_simulate_plans.py::test_a_processor_works_on_other_chunks_while_rows_are_under_way",),
-    ),
-    Fault(
-        "rows-arrive-with-the-first-sender",
-        "simulate/engine.py",
-        "a collective move is over when the first rank has sent",
-        "there_W = np.full_like(sent_W, sent_W.max())",
-        "there_W = np.full_like(sent_W, sent_W.min())",
-        ("unit/test_simulate_engine.py::test_the_faster_rank_waits_for_rows",),
-    ),
-    Fault(
-        "moves-of-a-rank-meet",
-        "simulate/engine.py",
-        "a move begins before the one before it has arrived",
-        "allowed = self.arrived_MW[number - 1] if wait and number else np.zeros_like(self.clock)",
-        "allowed = np.zeros_like(self.clock)",
-        ("unit/test_simulate_engine.py::test_unequal_ranks_are_as_in_a_queue_of_events",),
-    ),
-    Fault(
-        "oversubscription-ignored",
-        "simulate/fabric.py",
-        "a tier with too few links above it is as fast as any",
-        'bytes_s=1e9 * settings["gbytes_s"] / settings["oversubscription"],',
-        'bytes_s=1e9 * settings["gbytes_s"],',
-        ("unit/test_simulate_plans.py::test_a_shared_port_and_an_oversubscribed_tier_are_slower",),
-    ),
-    Fault(
-        "plans-that-do-not-fit",
-        "simulate/plans.py",
-        "a layout is offered that needs more memory than a rank has",
-        "    if memory > room:\n",
-        "    if memory > 100 * room:\n",
-        ("unit/test_simulate_memory.py::test_what_does_not_fit_is_refused_by_its_bytes",),
-    ),
-    Fault(
-        "room-for-the-rows-that-come",
-        "simulate/memory.py",
-        "kernels over NVLink are thought to have memory for the rows that come, not for all that could",
-        "    return coming if asks else limit\n",
-        "    return coming\n",
-        ("unit/test_simulate_memory.py::test_over_nvlink_there_is_room_for_all_rows_that_could_come",),
-    ),
-    Fault(
-        "memory-of-the-mean-rank",
-        "simulate/plans.py",
-        "a layout is offered whose fullest rank's rows do not fit",
-        "    memory = memory_of(request, world, layout, fullest)\n",
-        "    memory = memory_of(request, world, layout)\n",
-        ("unit/test_simulate_memory.py::test_memory_is_the_fullest_rank_s",),
-    ),
-    Fault(
-        "a-pool-of-its-own-tokens",
-        "simulate/memory.py",
-        "two tiers are thought to have memory for a rank's own tokens, not for those of other nodes",
-        "        return self.own + self.here\n",
-        "        return self.own\n",
-        (
-            "unit/test_simulate_memory.py::test_two_tiers_have_room_for_all_rows_of_a_pool",
-            "ranks/test_memory.py",
-        ),
-    ),
-    Fault(
-        "loads-of-another-plan",
-        "simulate/plans.py",
-        "with a trace, the loads shown are not those of the plan that is written",
-        "        if spread.history is None:\n",
-        "        if True:\n",
-        ("unit/test_plan_cli.py::test_the_loads_shown_are_those_of_the_plan_that_is_written",),
     ),
 ]
 

@@ -89,6 +89,20 @@ PROTOCOL = [
         (f"{OVERLAP}::test_sums_of_a_rank_alone_ask_for_rows_when_these_are_there",),
     ),
     Fault(
+        "weights-spread-before-routing-ends",
+        "kernels/rows/weights.cu",
+        "counts are copied that the dispatch before may still be writing",
+        """    ptx::wait_for_launches();
+    ptx::launch_dependents();  // the product behind waits for this launch before it reads
+    for (int i = first(); i < w.slots; i += stride()) w.counts_e[i] = w.counts[i];
+""",
+        """    ptx::launch_dependents();
+    for (int i = first(); i < w.slots; i += stride()) w.counts_e[i] = w.counts[i];
+    ptx::wait_for_launches();
+""",
+        (f"{OVERLAP}::test_weights_are_spread_when_routing_has_ended",),
+    ),
+    Fault(
         "who-has-rows-of-the-call-before",
         "kernels/exchange/small.cu",
         "the experts of a small batch may take the list of a call before for that of this one",

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+from torch import nn
+
+from imbrex.bench.serve import command
 from imbrex.bench.serve.levers import LEVERS, captions, cells_of, gains, middle, without
+from imbrex.bench.serve.models import Way
 from imbrex.serve.decoding import Drafting
 from imbrex.serve.engine import HostTime, Settings
 
@@ -59,3 +67,29 @@ def test_a_line_sets_a_load_beside_itself_without_the_lever() -> None:
         ["auto", "4", "8", "chunk", "90.0", "60.0", "1.50", "1.50, 1.50", "11", "20", "1.2", "1.2"]
     ]
     assert captions(rows) == ["without chunk: a prompt runs whole"]
+
+
+def test_loops_are_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All settings once, then all again: what makes a minute slow is slow with every lever and without."""
+    ran = list[Settings]()
+    monkeypatch.setattr(command.dist, "group", SimpleNamespace(WORLD=object()))
+    monkeypatch.setattr(command, "_make", lambda *_: (nn.Module(), None))
+    monkeypatch.setattr(command, "Engine", lambda model, kind, group: kind)
+
+    def points_of(kind: Settings, loads: Any, *_: Any) -> list[dict[str, Any]]:
+        ran.append(kind)
+        return [loop(float(len(ran)), float(len(ran))) for _ in loads]
+
+    monkeypatch.setattr(command, "points_of", points_of)
+    args = Namespace(users="4", input="4", drafts="0", interval="4", chunk="1x1", output=3, rounds=2)
+    args.ranks, args.levers, args.forced, args.weights, args.model = 2, 3, None, None, "demo"
+    args.dtype, args.train = "float32", 0
+    board: Any = SimpleNamespace(write=lambda phase: None)
+    way = Way(transport="alltoall", codec="identity", experts="auto")
+    rows = command.compare(args, way, torch.device("cpu"), board)
+    once = [(4, (1, 1), [1, 2]), (1, (1, 1), [1, 2]), (4, (1, 4), [1, 2]), (4, (1, 1), [2])]
+    assert [(kind.interval, kind.chunk, kind.buckets) for kind in ran] == once * 3
+    assert [row["case"].get("off") for row in rows] == [None, "interval", "chunk", "buckets"]
+    # Loops 1, 5 and 9 had all levers, 2, 6 and 10 had tokens leave after every step.
+    assert rows[0]["step_ms"] == 5.0
+    assert rows[1]["gain"] == {"median": round(5 / 6, 3), "min": 0.5, "max": 0.9}

@@ -1,0 +1,92 @@
+"""Faults of serving: captured steps, what levers gain, and checkpoints that are loaded."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+LEVERS = "unit/test_serve_levers.py"
+LOADING = "ranks/test_load_memory.py::test_a_rank_reads_and_holds_its_share"
+
+SERVING = [
+    Fault(
+        "refused-prompts-stop-the-others",
+        "serve/capture.py",
+        "where one rank refuses its prompts the others' starts wait for it",
+        "        if input_ids is None or reason is not None:\n            self._help_start()\n",
+        "        if input_ids is None:\n            self._help_start()\n",
+        ("ranks/test_capture.py::test_what_one_rank_refuses_stops_nobody",),
+    ),
+    Fault(
+        "refused-answers-stop-the-others",
+        "serve/capture.py",
+        "a rank that refuses its prompts ends before the others have agreed on their steps",
+        "            size = None if reason else max_new_tokens\n",
+        "            size = None if reason else max_new_tokens\n"
+        '            if reason is not None:\n                raise ValueError(f"capture: {reason}")\n',
+        ("ranks/test_capture.py::test_an_answer_that_one_rank_refuses_is_refused_alone",),
+    ),
+    Fault(
+        "captured-for-inference-mode-alone",
+        "serve/capture.py",
+        "what a step writes to is an inference tensor, which nothing may write to later",
+        "    with torch.inference_mode(False):\n",
+        "    if graphs is not None:\n",
+        ("unit/test_capture.py::test_a_capture_made_in_inference_mode_serves_outside_of_it",),
+    ),
+    Fault(
+        "a-lever-that-stays-on",
+        "bench/serve/levers.py",
+        "without chunks a prompt still runs in chunks",
+        "chunk=(rows, max(length, prompt))",
+        "chunk=(rows, length)",
+        (f"{LEVERS}::test_every_lever_is_off_by_itself",),
+    ),
+    Fault(
+        "the-best-gain-of-all",
+        "bench/serve/levers.py",
+        "the gain of a lever is that of its luckiest pair of loops",
+        '"median": statistics.median(ratios)',
+        '"median": max(ratios)',
+        (f"{LEVERS}::test_a_gain_is_of_loops_beside_each_other",),
+    ),
+    Fault(
+        "waiting-is-work",
+        "bench/serve/levers.py",
+        "the host's own work counts what it waits for",
+        "if name not in (*HostTime.OTHERS, *others)",
+        "if name not in others",
+        (f"{LEVERS}::test_a_line_sets_a_load_beside_itself_without_the_lever",),
+    ),
+    Fault(
+        "levers-not-in-turns",
+        "bench/serve/command.py",
+        "all loops of a setting run one after the other, so that a slow minute is a lever's",
+        "in list(kinds.items()) * (args.levers or 1):",
+        "in (kind for kind in kinds.items() for _ in range(args.levers or 1)):",
+        (f"{LEVERS}::test_loops_are_in_turns",),
+    ),
+    Fault(
+        "graphs-of-processors",
+        "bench/serve/command.py",
+        "a processor, which has no graphs, is compared without them",
+        'graphs = device.type == "cuda" and takes_graphs(model, way)',
+        "graphs = takes_graphs(model, way)",
+        ("ranks/test_serve.py::test_no_graph_is_a_lever_where_there_are_none",),
+    ),
+    Fault(
+        "loading-all-of-a-stack",
+        "adapters/huggingface/weights.py",
+        "a rank reads all experts of a layer to take its own",
+        "tuple(weights.part(block.prefix + name, expert) for name in names)",
+        "tuple(weights[block.prefix + name][expert] for name in names)",
+        (f"{LOADING}[fused-ours]",),
+    ),
+    Fault(
+        "loading-what-will-be-replaced",
+        "adapters/huggingface/loading.py",
+        "transformers reads the blocks of all experts, which are replaced then",
+        "                self.set_submodule(path, nn.Module())\n",
+        "                pass\n",
+        (f"{LOADING}[one by one-ours]",),
+    ),
+]
