@@ -162,4 +162,12 @@ SIMULATE = [
         "not counts_E.shape",
         ("unit/test_placement_files.py::test_broken_statistics_are_one_sentence",),
     ),
+    Fault(
+        "idle-iterations-are-predicted-wrongly",
+        "placement/stability.py",
+        "an iteration in which nobody chose anything counts as one that was predicted wrongly",
+        "np.mean(errors, where=both_IL)",
+        "np.mean(errors)",
+        ("unit/test_placement_online.py::test_what_nobody_chose_says_nothing_of_stability",),
+    ),
 ]

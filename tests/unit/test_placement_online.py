@@ -158,6 +158,26 @@ def test_stability_knows_the_decay() -> None:
         stability(first.window(0, 1))
 
 
+def test_what_nobody_chose_says_nothing_of_stability() -> None:
+    """Neither a layer without choices, as dense ones are, nor an iteration without, as of an idle server."""
+    first, _ = drifting()
+    counts_ILE = first.counts_ILE
+    idle_ILE = np.insert(counts_ILE, 1, 0, axis=1)
+    idle = stability(LoadHistory(counts_ILE=idle_ILE, layers=(0, 1, 2, 3)))
+    steady = stability(first)
+    assert idle.error_by_decay == steady.error_by_decay
+    assert idle.correlation_L.tolist() == steady.correlation_L.tolist()
+    table = between([first, LoadHistory(counts_ILE=idle_ILE[:, :3], layers=(0, 1, 2))])
+    assert table.diagonal() == pytest.approx(1)
+    stops_ILE = np.insert(counts_ILE, len(counts_ILE) // 2, 0, axis=0)
+    stops = stability(LoadHistory(counts_ILE=stops_ILE, layers=(0, 1, 2)))
+    assert stops.correlation_L.min() > 0.9
+    assert stops.error_by_decay[1.0] == pytest.approx(steady.error_by_decay[1.0], rel=0.1)
+    nothing = LoadHistory(counts_ILE=0 * counts_ILE, layers=(0, 1, 2))
+    with pytest.raises(ValueError, match="in no layer together"):
+        between([first, nothing])
+
+
 def test_balancedness_is_over_ranks() -> None:
     assert balancedness([5, 5, 5, 5]) == 1
     assert balancedness([8, 0]) == 0.5

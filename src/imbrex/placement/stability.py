@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from imbrex.placement.history import LoadHistory
-from imbrex.placement.packing import Floats, Ints
+from imbrex.placement.packing import Floats, Held, Ints
 
 DECAYS = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
 
@@ -19,7 +19,8 @@ class Stability:
 
     correlation_L: of a layer's loads in neighbouring iterations, over experts, mean over iterations.
     error_by_decay: mean over layers and iterations of the total-variation distance, 0 to 1, between the next
-    iteration's shares and the decayed sum's. best_decay: the decay with the least."""
+    iteration's shares and the decayed sum's. best_decay: the decay with the least. All are of neighbours that
+    both have choices; layers without such are left out."""
 
     correlation_L: Floats
     error_by_decay: dict[float, float]
@@ -27,27 +28,40 @@ class Stability:
 
 
 def stability(history: LoadHistory) -> Stability:
-    """Raises ValueError with fewer than two iterations, and without choices."""
+    """Raises ValueError with fewer than two iterations, and where no two neighbours have choices."""
     if history.num_iterations < 2:
         raise ValueError("stability: one iteration has no neighbour; give at least 2")
-    if not history.counts_ILE.any():
-        raise ValueError("stability: nothing was chosen in any iteration; record again")
-    shares_ILE = _shares(history.counts_ILE)
-    errors = {decay: _prediction_error(history.counts_ILE, shares_ILE, decay) for decay in DECAYS}
+    had_IL = np.asarray(history.counts_ILE.any(-1))
+    both_IL = had_IL[:-1] & had_IL[1:]
+    able_L = both_IL.any(0)
+    if not able_L.any():
+        raise ValueError("stability: nothing was chosen in any two neighbouring iterations; record again")
+    counts_ILE, both_IL = history.counts_ILE[:, able_L], both_IL[:, able_L]
+    shares_ILE = _shares(counts_ILE)
+    errors = {decay: _prediction_error(counts_ILE, shares_ILE, both_IL, decay) for decay in DECAYS}
+    correlation_IL = correlations(shares_ILE[:-1], shares_ILE[1:])
     return Stability(
-        correlation_L=correlations(shares_ILE[:-1], shares_ILE[1:]).mean(0),
+        correlation_L=correlation_IL.sum(0, where=both_IL) / both_IL.sum(0),
         error_by_decay=errors,
         best_decay=min(errors, key=lambda decay: errors[decay]),
     )
 
 
 def between(histories: Sequence[LoadHistory]) -> Floats:
-    """Correlation of the whole loads of histories with each other, mean over layers, float64 [H, H]: how
-    much requests, or tasks, resemble each other. Raises ValueError where they are of different models."""
+    """Correlation of the whole loads of histories with each other, mean over the layers in which both have
+    choices, float64 [H, H]: how much requests, or tasks, resemble each other. Raises ValueError where they
+    are of different models, or have no such layer."""
     loads = [_shares(history.counts_ILE.sum(0)) for history in histories]
     if len({load.shape for load in loads}) > 1:
         raise ValueError("stability: the histories have different layers or experts; give those of one model")
-    return np.array([[correlations(a, b).mean() for b in loads] for a in loads])
+    return np.array([[_resemblance(a, b) for b in loads] for a in loads])
+
+
+def _resemblance(left_LE: Floats, right_LE: Floats) -> float:
+    both_L = left_LE.any(-1) & right_LE.any(-1)
+    if not both_L.any():
+        raise ValueError("stability: two histories have choices in no layer together; record again")
+    return float(correlations(left_LE[both_L], right_LE[both_L]).mean())
 
 
 def correlations(left: Floats, right: Floats) -> Floats:
@@ -61,11 +75,11 @@ def _shares(counts: Ints) -> Floats:
     return counts / np.maximum(counts.sum(-1, keepdims=True), 1)
 
 
-def _prediction_error(counts_ILE: Ints, shares_ILE: Floats, decay: float) -> float:
+def _prediction_error(counts_ILE: Ints, shares_ILE: Floats, both_IL: Held, decay: float) -> float:
     total_LE = np.zeros(counts_ILE.shape[1:])
     errors = []
     for counts_LE, next_LE in zip(counts_ILE[:-1], shares_ILE[1:], strict=True):
         total_LE = total_LE * decay + counts_LE
         predicted = total_LE / np.maximum(total_LE.sum(-1, keepdims=True), 1e-300)
-        errors.append(np.abs(predicted - next_LE).sum(-1).mean() / 2)
-    return float(np.mean(errors))
+        errors.append(np.abs(predicted - next_LE).sum(-1) / 2)
+    return float(np.mean(errors, where=both_IL))
