@@ -16,7 +16,7 @@ from torch import nn
 import imbrex
 from imbrex.balancer import Mover, OnlineBalancer, Pace
 from imbrex.balancer.peer_memory import PeerMover
-from imbrex.contracts import RowForm
+from imbrex.contracts import Placement, RowForm
 from imbrex.kernels.ffn.fp8 import quantise_experts
 from imbrex.launch.factors import factorise, make_groups
 from imbrex.placement import from_slots
@@ -82,10 +82,11 @@ def numbers(iterations: int, balancer: OnlineBalancer | None, until: dict[str, i
 def infer(
     ranks: Ranks, config: imbrex.MoEConfig, iterations: int, pace: Pace | None, options: dict[str, Any]
 ) -> dict:
-    """Outputs of every iteration, and what the balancer did. options: of the layers, `journal`, `until`."""
+    """Outputs of every iteration, and what the balancer did. options: of the layers, `journal`, `until`,
+    `policy`, the class of the balancer."""
     journal, until = options.pop("journal", None), options.pop("until", {})
-    journal = journal if ranks.rank == 0 else None
-    balancer = None if pace is None else OnlineBalancer(pace, timeout=20, journal=journal)
+    journal, policy = journal if ranks.rank == 0 else None, options.pop("policy", OnlineBalancer)
+    balancer = None if pace is None else policy(pace, timeout=20, journal=journal)
     model = Model(ranks, balancer, config, 2, **options).eval()
     outputs, switched = [], 0
     source = 0 if options.get("transport") == "allreduce" else ranks.rank
@@ -120,6 +121,15 @@ def infer_two_steps_a_migration(ranks: Ranks, config: imbrex.MoEConfig, iteratio
     balancer.settle()
     balancer.close()
     return set(switched)
+
+
+class Rotating(OnlineBalancer):
+    """A policy of a user's own: the ranks' experts move on by one rank every time."""
+
+    def renew(self, recent_HE: Any, placement: Placement, pace: Pace, *, whole_HE: Any) -> Placement | None:
+        last = list(placement.local(placement.num_ranks - 1))
+        others = [list(placement.local(rank)) for rank in range(placement.num_ranks - 1)]
+        return from_slots([last, *others], placement.num_experts)
 
 
 def keep_in_fp8(ranks: Ranks, config: imbrex.MoEConfig, iterations: int) -> tuple[int, bool]:

@@ -25,7 +25,7 @@ from tests.ranks.reference import run_reference
 from tests.ranks.test_layer import errors_beside
 
 NODES = "auto on two nodes"
-MOVING = ["alltoall", "allgather", "allreduce", *TWO_TIERS, "auto", NODES]
+MOVING = [*(name for name in TRANSPORTS if name != "nvlink"), "auto", NODES]
 ZFP = ["zfp1d-8", "zfp1d-16", "zfp2d-8", "zfp2d-12", "zfp2d-16"]
 """Of the rates, which one body serves, those whose rows can be told from wrong ones."""
 LOSSY = [name for name in CODECS if name != "identity" and not name.startswith("zfp")] + ZFP

@@ -15,6 +15,7 @@ from imbrex.cli import main
 from imbrex.placement import read_history
 from tests.ranks.balancer_jobs import (
     EAGER,
+    Rotating,
     complain,
     infer,
     infer_by_peer_copies,
@@ -71,6 +72,17 @@ def test_inference_is_the_same_while_weights_move(pool: Pool, world: int, option
         assert found["placements"] == moving[0]["placements"]
         assert found["tally"]["switches"] == found["switched"] == moving[0]["switched"]
     assert sum(found["tally"]["bytes_moved"] for found in moving) > 0
+
+
+def test_experts_move_by_a_policy_of_somebodys_own(pool: Pool, still: Still) -> None:
+    """The ranks' experts move on by one rank every time; outputs stay."""
+    pace = replace(EAGER, max_moves=CONFIG.num_experts * 2)
+    moving = pool.run(4, infer, CONFIG, 4, pace, {"policy": Rotating, "until": {"switches": 4}})
+    assert moving[0]["switched"] >= 4
+    assert largest_difference(moving, still(len(moving[0]["outputs"]))) <= 1e-5
+    first = [placement.slots for placement in moving[0]["placements"]]
+    turns = [[slots[5 * turn :] + slots[: 5 * turn] for turn in range(4)] for slots in first]
+    assert all((0, 1, 2, 3, 4) in {other[:5] for other in of_layer} for of_layer in turns)
 
 
 def test_every_layer_has_its_turn_whatever_a_migration_takes(pool: Pool) -> None:

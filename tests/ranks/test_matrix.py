@@ -18,6 +18,7 @@ from imbrex.placement import contiguous
 from imbrex.transport import TRANSPORTS
 from tests.emulated import kernel
 from tests.ranks.matrix import (
+    LOSSY,
     MOVING,
     NODES,
     OFTEN,
@@ -63,7 +64,7 @@ def test_any_two_meet() -> None:
         assert all(second == "nvlink" and first not in codecs_of("nvlink") for first, second in missed)
     assert {*EVERY} == {*TRANSPORTS, "auto", NODES}
     whole = [cell for transport in EVERY for cell in product(transport, 4)]
-    assert len(whole) == len(set(whole)) == (15 * 11 + 2) * 6 * 2
+    assert len(whole) == len(set(whole)) == ((len(LOSSY) + 1) * len(MOVING) + 2) * 6 * 2
 
 
 class OneScaleTooLarge(Int8):

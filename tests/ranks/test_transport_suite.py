@@ -10,11 +10,11 @@ import torch
 
 from imbrex.contracts import Traffic
 from imbrex.testing import ConformityError, check_transport
-from imbrex.transport import AllToAll
+from imbrex.transport import TRANSPORTS, TWO_TIERS, AllToAll
 from imbrex.transport.collective import Collective, Done, Message
 from tests.ranks.pool import Pool, Ranks
 
-OURS = ["alltoall", "allgather", "allreduce"]
+OURS = [name for name in TRANSPORTS if name not in (*TWO_TIERS, "nvlink")]
 
 
 class Messages(AllToAll):

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pytest
 import torch
 
 from imbrex.balancer.counts import BLOCK, Book, Iteration, difference
 from imbrex.balancer.journal import Entry, Journal
+from imbrex.balancer.migration import Change
 from imbrex.balancer.renewal import DueLayer, plan
+from imbrex.contracts import Placement
 from imbrex.placement import from_slots
 from imbrex.placement.online import Pace, weigh
 
 PLACEMENT = from_slots([[0, 1, -1], [0, 2, 3]], 4)
+SWAPPED = from_slots([[0, 3, -1], [0, 2, 1]], 4)
 
 
 def test_an_iteration_by_hand() -> None:
@@ -84,3 +88,30 @@ def test_a_plan_waits_for_nothing_where_there_is_nothing() -> None:
     empty = Iteration(PLACEMENT, lambda: np.zeros((2, 6), dtype=np.int64))
     due = DueLayer(layer=0, recent=[empty], placement=PLACEMENT, tensors={}, pace=Pace())
     assert plan([due], None) == []
+
+
+def renewed(new: Placement | None, max_moves: int = 8) -> list[Change]:
+    """The plan of a layer by a policy that always gives `new`."""
+    choices = Iteration(PLACEMENT, lambda: np.array([[3, 1, 0, 2, 0, 4], [0, 5, 0, 1, 1, 0]]))
+    pace = Pace(max_moves=max_moves)
+    due = DueLayer(layer=5, recent=[choices], placement=PLACEMENT, tensors={}, pace=pace)
+    return plan([due], None, lambda recent_HE, placement, pace, whole_HE: new)
+
+
+def test_a_policy_of_somebodys_own() -> None:
+    assert renewed(None) == []
+    (change,) = renewed(SWAPPED)
+    assert (change.layer, change.old, change.new) == (5, PLACEMENT, SWAPPED)
+
+
+@pytest.mark.parametrize(
+    ("new", "max_moves", "sentence"),
+    [
+        (from_slots([[0], [1]], 2), 8, "2 experts in slots"),
+        (from_slots([[0, 1], [0, 2, 3, -1]], 4), 8, "4 experts in slots"),
+        (SWAPPED, 1, "fetches 2 experts; fetch at most 1"),
+    ],
+)
+def test_a_placement_that_cannot_follow_is_refused(new: Placement, max_moves: int, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        renewed(new, max_moves)

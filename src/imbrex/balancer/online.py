@@ -25,7 +25,9 @@ from imbrex.balancer.renewal import DueLayer, plan
 from imbrex.balancer.round import Ballots, Round, migrate
 from imbrex.balancer.seat import Layer, Seat
 from imbrex.balancer.tally import Tally, exposition
-from imbrex.placement.online import Pace, layers_due
+from imbrex.contracts import Placement
+from imbrex.placement.online import Pace, layers_due, renew
+from imbrex.placement.packing import Floats
 from imbrex.placement.split import SPLITS
 from imbrex.runtime import waits
 
@@ -157,6 +159,18 @@ class OnlineBalancer:
             self.mover.close()
         self.seats = []
 
+    def renew(
+        self, recent_HE: Floats, placement: Placement, pace: Pace, *, whole_HE: Floats
+    ) -> Placement | None:
+        """The next placement of a layer, or `None` to leave it. Override it for a policy of your own.
+
+        recent_HE: choices of every expert in parts of the last iterations, the oldest first, weighted by age.
+        whole_HE: the same by whole iterations. pace: how much may change; `pace.max_moves` experts at most.
+        Runs on another thread, on every rank, and must give the same everywhere: let it depend on nothing but
+        its arguments. If it raises, placements stay as they are.
+        """
+        return renew(recent_HE, placement, pace, whole_HE=whole_HE)
+
     def metrics(self) -> str:
         """Counters and the balancedness of every layer, in Prometheus' text format."""
         loads = {seat.number: seat.loads_W.tolist() for seat in self.seats}
@@ -246,7 +260,7 @@ class OnlineBalancer:
         self._round = Round(
             number,
             self._worker.submit(
-                migrate, lambda: plan(wishes, others), lambda changes: mover.move(number, changes)
+                migrate, lambda: plan(wishes, others, self.renew), lambda changes: mover.move(number, changes)
             ),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from imbrex.contracts import Placement
 from imbrex.placement.online import Pace, predicted, renew, weigh
 from imbrex.placement.packing import Ints
 from imbrex.placement.planner import to_held
+from imbrex.placement.refine import count_moves
 from imbrex.runtime.words import words
 
 
@@ -31,11 +32,16 @@ class DueLayer:
     pace: Pace
 
 
-def plan(layers: Sequence[DueLayer], others: Channel | None) -> list[Change]:
-    """Plan new placements, the same on every rank: the counts of all ranks are, and the planner is
-    deterministic.
+Renew = Callable[..., Placement | None]
+"""The next placement of a layer, or `None`; with the arguments of `imbrex.placement.online.renew`."""
 
-    others: the ranks that hold the same experts and have other tokens; their counts are added.
+
+def plan(layers: Sequence[DueLayer], others: Channel | None, renew: Renew = renew) -> list[Change]:
+    """Plan new placements. They are the same on every rank, because all ranks have the same counts and
+    `renew` is deterministic.
+
+    others: the ranks that hold the same experts and have other tokens; their counts are added. Raises
+    ValueError if `renew` gives a placement that cannot follow the present one.
     """
     changes = []
     for layer in layers:
@@ -43,12 +49,26 @@ def plan(layers: Sequence[DueLayer], others: Channel | None) -> list[Change]:
         recent_HE, whole_HE = (weigh(recent, layer.pace.decay, apart=apart) for apart in (True, False))
         new = renew(recent_HE, layer.placement, layer.pace, whole_HE=whole_HE) if len(recent_HE) else None
         if new is not None:
+            _check_successor(layer.placement, new, layer.pace.max_moves)
             promised = 1 / (1 + predicted(whole_HE, to_held(new), layer.pace.split))
             change = Change(
                 layer=layer.layer, old=layer.placement, new=new, tensors=layer.tensors, predicted=promised
             )
             changes.append(change)
     return changes
+
+
+def _check_successor(old: Placement, new: Placement, max_moves: int) -> None:
+    """Raise ValueError unless `new` has the experts and the slots per rank of `old`, and ranks need not fetch
+    more than `max_moves` experts."""
+    if (new.num_experts, new.rank_offsets) != (old.num_experts, old.rank_offsets):
+        raise ValueError(
+            f"balancer: a new placement has {new.num_experts} experts in slots {new.rank_offsets}; give one "
+            f"of {old.num_experts} experts in {old.rank_offsets}"
+        )
+    moves = count_moves(to_held(old), to_held(new))
+    if moves > max_moves:
+        raise ValueError(f"balancer: a new placement fetches {moves} experts; fetch at most {max_moves}")
 
 
 def _of_all_data_ranks(recent: Sequence[Ints], others: Channel | None) -> Sequence[Ints]:
