@@ -1,4 +1,4 @@
-"""The homes of experts, and which replica takes which choice. Pure functions on any device."""
+"""Where experts are placed, and how choices are split over replicas. Pure functions, most on any device."""
 
 from imbrex.placement.engines import rebalance_experts
 from imbrex.placement.flow import split_balanced, split_nearest

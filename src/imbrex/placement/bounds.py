@@ -1,14 +1,16 @@
-"""How even the balanced split makes many batches, and what nothing could make more even.
+"""How evenly the balanced split can share many batches: bounds from both sides, computed for all batches at
+once.
 
-Load flows from experts to the ranks that hold them, so the fullest rank of the best split is the highest,
-over all sets A of ranks, of the load that only A can take, divided by |A| (max flow, min cut). There are 2^W
-sets; none is listed here. All batches are split at once, in fractions: expert by expert, what an expert
-brings is poured anew over its ranks until those it reaches stand level. That is coordinate descent on the sum
-of squares, which ends at the most even split. After any number of rounds two things are known of every batch:
-the fullest rank of a split that exists, and, of the sets that hold the k fullest ranks, the one that needs
-most a rank. Where the two meet both are exact.
-Example: ranks 0 and 1, loads 6 on both, 3 and 5 on one each: 3 + 4 and 5 + 2 is level, and the set of both
-ranks needs 14 / 2 = 7.
+Load flows from experts to the ranks that hold them. The lowest possible load of the fullest rank is, by max
+flow and min cut, the maximum over all sets A of ranks of the load that only ranks in A can take, divided by
+|A|. There are 2^W sets, which are not listed. Instead all batches are split step by step, in fractions: one
+expert after the other, its load is distributed anew so that the ranks it reaches have equal loads. This is
+coordinate descent on the sum of squares, and converges to the most even split. After any number of rounds
+there is an upper bound for every batch, the fullest rank of the split so far, and a lower one: of the sets
+that hold the k fullest ranks, the one that must carry most per rank. If they are equal, both are exact.
+
+Example: ranks 0 and 1; loads 6 on both ranks, 3 and 5 on one each. 3 + 4 and 5 + 2 is even, and the set of
+both ranks must carry 14 / 2 = 7 per rank.
 """
 
 from __future__ import annotations
@@ -23,16 +25,17 @@ from imbrex.placement.packing import Floats, Held, Ints
 from imbrex.placement.planner import to_held
 
 ROUNDS = 4
-"""Bring the two within 0.1 % of the mean of each other on recorded routing, 8 to 72 ranks."""
+"""The number of rounds after which the two bounds are within 0.1 % of the mean of each other, on recorded
+routing and 8 to 72 ranks."""
 MOST_ROUNDS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """How low the fullest rank of every batch is known to go, from both sides.
+    """Bounds on the load of the fullest rank of every batch.
 
-    reached_H: its load under a split that exists. needed_H: load a rank that the ranks `crowded_HW` cannot
-    give away, so no split is below it.
+    reached_H: its load under a split that exists. needed_H: the load per rank of the set `crowded_HW`, which
+    it cannot give away, so that no split is below.
     """
 
     reached_H: Floats
@@ -41,7 +44,7 @@ class Bounds:
 
 
 class Pouring:
-    """Batches under way to their most even split. loads_HW: of every rank, so far."""
+    """Batches on the way to their most even split. loads_HW: the load of every rank so far."""
 
     def __init__(self, load_HE: Floats, replicas_WE: Held) -> None:
         self.load_HE, self.held = load_HE, replicas_WE
@@ -63,7 +66,8 @@ class Pouring:
         return self._loads[:, :-1]
 
     def pour(self) -> None:
-        """One round: every replicated expert once, those that share no rank at the same time."""
+        """Run one round: distribute the load of every replicated expert once. Experts that share no rank are
+        done at the same time."""
         loads = self._loads
         for load_HG, ranks_GX, takes_HGX in self._teams:
             others = loads[:, ranks_GX] - takes_HGX
@@ -122,7 +126,8 @@ def _teams(replicas_WE: Held) -> list[tuple[Ints, Ints]]:
 
 
 def bounds(load_HE: Floats, replicas_WE: Held, rounds: int = ROUNDS) -> Bounds:
-    """Both bounds of every batch. load_HE: load per expert, float64 [H, E]; every expert is on a rank."""
+    """The bounds of every batch. load_HE: the load of every expert, float64 [H, E]; every expert is on a
+    rank."""
     pouring = Pouring(load_HE, replicas_WE)
     for _ in range(rounds):
         pouring.pour()
@@ -130,10 +135,8 @@ def bounds(load_HE: Floats, replicas_WE: Held, rounds: int = ROUNDS) -> Bounds:
 
 
 def fullest_ranks(counts_HE: Ints, placement: Placement) -> Ints:
-    """Choices of the fullest rank under `split_balanced` in every batch, int64 [H], exactly.
-
-    Whole choices can be split as evenly as fractions, up to the next whole number: both are flows.
-    """
+    """The choices of the fullest rank under `split_balanced` for every batch, int64 [H], exactly: whole
+    choices can be split as evenly as fractions, up to the next whole number."""
     pouring = Pouring(counts_HE.astype(np.float64), to_held(placement))
     reached = least = np.zeros(len(counts_HE), dtype=np.int64)
     for number in range(MOST_ROUNDS + 1):
@@ -151,8 +154,8 @@ def fullest_ranks(counts_HE: Ints, placement: Placement) -> Ints:
 
 
 def imbalances(counts_HE: Ints, placement: Placement, split: str) -> Floats:
-    """The fullest rank over the mean, minus 1, under the split `balanced` or `even` (shares in fractions), of
-    every batch that has choices, in order."""
+    """The load of the fullest rank over the mean, minus 1, for every batch that has choices. split:
+    `balanced` or `even`, with shares in fractions."""
     counts_HE = counts_HE[counts_HE.any(1)]
     if split == "balanced":
         fullest_H = fullest_ranks(counts_HE, placement)
@@ -163,10 +166,12 @@ def imbalances(counts_HE: Ints, placement: Placement, split: str) -> Floats:
 
 
 def least_fullest(load_E: Floats, num_ranks: int, num_slots: int) -> float:
-    """A load that the fullest rank has at least, wherever replicas live and however they are split: the mean,
-    and what is left a replica where every slot is given to the expert with the most load a replica.
+    """A lower bound of the fullest rank's load, wherever replicas are and however they are split: the larger
+    of the mean, and of the load of a replica if every slot is given to the expert with the most load per
+    replica.
 
-    Example: loads 9, 2, 1 on 2 ranks of 2 slots: 6, the mean, as two replicas of the first take 4.5 each.
+    Example: loads 9, 2, 1 on 2 ranks of 2 slots: 6, the mean, since two replicas of the first expert take 4.5
+    each.
     """
     limit, heaviest = min(num_ranks, num_slots), np.sort(load_E)[::-1]
     number_E = np.ones(len(load_E))

@@ -1,14 +1,15 @@
-"""Steep steps for the balanced split: whoever a crowded expert could take a slot from is tried at once.
+"""Larger steps for the balanced split: for an expert in a crowded set of ranks, all slots that could take a
+replica of it are tried at once.
 
-The fullest rank is blind to changes elsewhere, and a crowded set of ranks is relieved only as a whole. So a
-stand-in is lowered: of every batch the norm of order 16 of the ranks' loads over their mean, and of all
-batches the sum of these norms' fourth powers, in which bad batches count most.
+The load of the fullest rank does not see changes elsewhere, and a crowded set of ranks is relieved only as a
+whole. So the search lowers another function: for every batch the norm of order 16 of the ranks' loads over
+their mean, and over batches the sum of these norms' fourth powers, in which bad batches count most.
 
-An expert all of whose ranks are among a batch's fullest gets a slot on a rank that is not: one more replica,
-in the place of one of an expert with several, or its own in exchange for that expert's. For every such change
-the two experts are split anew while all others stay. That is a split that exists, so no gain is an illusion;
-the cuts that `imbrex.placement.robust` knows promise too much, and it sees changes that this one misses. The
-best change is taken, if it lowers the stand-in, and experts that share a rank with the two are split anew.
+If all ranks of an expert are among a batch's fullest, it gets a slot on a rank that is not: as a further
+replica, in the slot of an expert that has several, or in exchange for another expert. For each such change
+the two experts' loads are split anew, and all others stay. So the gain is that of a split that exists. (The
+bounds of `imbrex.placement.robust` promise too much, but see changes that this search does not.) The best
+change is made if it lowers the function. Then the experts that share a rank with the two are split anew.
 """
 
 from __future__ import annotations
@@ -18,22 +19,26 @@ import numpy as np
 from imbrex.placement.packing import Floats, Held, Ints
 
 DOUBLINGS, EMPHASIS = 4, 2
-"""The norm is of order 2^4; batches add up by its power 2^2, by which worst layers on unseen batches come out
-0.04 lower than by the norm itself (64 ranks of 128 slots)."""
+"""The norm has the order 2^DOUBLINGS, and batches are summed by its power 2^EMPHASIS. With this power the
+worst layers on unseen batches come out 0.04 lower than with the norm itself (64 ranks of 128 slots)."""
 MOST_TRIED = 16
-"""Slots tried for an expert at once; with all of some 120 a step takes seven times as long."""
+"""The most slots that are tried for an expert at once. With all of some 120, a step takes seven times as
+long."""
 LEVEL = 1e-4
-"""Ranks this close to the fullest, in parts of the mean, are as full."""
+"""Ranks whose load is this close to the fullest, as a share of the mean, count as equally full."""
 GIVE_UP = 60
-"""Experts in a row for which no change gained."""
+"""The search ends after this many experts in a row for which no change gained."""
 ROUNDS = 3
-"""Rounds over all experts at the start; a later change is followed by one over those near it."""
+"""The number of rounds over all experts at the start. After a change there is one, over the experts
+near it."""
 
 
 class Shares:
-    """A placement and a split of every batch by it, in parts of the mean rank's load; changed step by step.
+    """A placement that is changed step by step, and a split of every batch; loads are in units of the mean
+    rank's.
 
-    ranks_EX: ranks of every expert, filled up with the number of ranks; takes_EHX: what each takes of it.
+    ranks_EX: the ranks of every expert, padded with the number of ranks. takes_EHX: the load that each of
+    them takes.
     """
 
     def __init__(self, history_HE: Floats, replicas_WE: Held) -> None:
@@ -55,7 +60,7 @@ class Shares:
         self.settle()
 
     def split_anew(self, experts: Ints | range) -> None:
-        """Even out the ranks of one expert after the other."""
+        """Make the loads of an expert's ranks even, for one expert after the other."""
         for expert in experts:
             number = self.number_E[expert]
             if number > 1:
@@ -65,7 +70,7 @@ class Shares:
                 self.loads_WH[ranks] = (others_HX + takes_HX).T
 
     def settle(self) -> None:
-        """The stand-in and all it is made of, from the loads."""
+        """Compute the function that is lowered, and its parts, from the loads."""
         self.powers_WH = np.zeros_like(self.loads_WH)
         self.powers_WH[:-1] = _power(self.loads_WH[:-1])
         self.sum_H = self.powers_WH.sum(0)
@@ -83,13 +88,14 @@ class Shares:
         return self.loads_WH[:-1, batch] < self.fullest_H[batch] - LEVEL
 
     def confined(self, batch: int) -> Ints:
-        """Experts that a batch wants and that only its fullest ranks have."""
+        """The experts with load in a batch that only its fullest ranks hold."""
         lower_W = self._lower(batch)
         return np.flatnonzero((self.load_EH[:, batch] > 0) & ~self.held[lower_W].any(0))
 
     def slots_below(self, batch: int, expert: int, back_to: int | None) -> tuple[Ints, Ints]:
-        """Experts and places among their ranks that could make room for `expert` on ranks that are not full
-        in a batch. back_to: a rank of the expert, which they would move to."""
+        """The slots that `expert` could take on ranks that are not full in a batch: the experts in them, and
+        their indices among these experts' ranks. back_to: a rank of `expert`, to which they would move in
+        exchange."""
         may_W = np.append(self._lower(batch) & ~self.held[:, expert], False)
         may_E = self.number_E > 1 if back_to is None else ~self.held[back_to]
         may_E[expert] = False
@@ -97,7 +103,8 @@ class Shares:
         return experts, places
 
     def try_all(self, expert: int, losers: Ints, places: Ints, back_to: int | None) -> Floats:
-        """The stand-in after each of C changes: `expert` in the slot of `losers` at `places`."""
+        """The function that is lowered, after each of C changes: `expert` takes the slot of `losers` at
+        `places`."""
         own = self.ranks_EX[expert, : self.number_E[expert]]
         own_HK = self.takes_EHX[expert, :, : len(own)]
         before_CX, every = self.ranks_EX[losers], np.arange(len(losers))
@@ -123,7 +130,7 @@ class Shares:
         return self._stand_in(np.maximum(self.sum_H + change_CH, 0.0))
 
     def change(self, expert: int, loser: int, place: int, back_to: int | None) -> None:
-        """Make the change, and split anew what is near it."""
+        """Make a change, and split the experts near it anew."""
         to = int(self.ranks_EX[loser, place])
         for mover, old, new in ((loser, to, back_to), (expert, back_to, to)):
             ranks = [rank for rank in self.ranks_of(mover) if rank != old]
@@ -151,9 +158,10 @@ class Shares:
 
 
 def fill(others: Floats, load: Floats) -> Floats:
-    """Parts of a load that each of some ranks takes, so that those that take any stand level.
+    """The load that each of some ranks takes, so that all that take any are level afterwards.
 
-    others: loads of the ranks without it, [..., H, X], infinite where there is none; load: [..., H].
+    others: the ranks' loads before, [..., H, X], infinite where there is no rank. load: what is distributed,
+    [..., H].
 
     Example: 4 to ranks that have 1, 2 and 9: 2.5, 1.5 and 0, level at 3.5.
     """
@@ -170,9 +178,10 @@ def _power(loads: Floats) -> Floats:
 
 
 def descend(history_HE: Floats, replicas_WE: Held, *, steps: int) -> Held:
-    """A placement with the same slots per rank, whose fullest ranks are no higher in the mean over batches.
+    """A placement with as many slots on every rank, whose fullest ranks have no more load in the mean over
+    batches. Deterministic in all arguments.
 
-    history_HE: tokens per expert of each of H past batches. Deterministic in all arguments.
+    history_HE: tokens of every expert in H past batches. steps: the most changes.
     """
     history_HE = history_HE[history_HE.any(1)]
     if len(replicas_WE) < 2 or not len(history_HE):

@@ -1,8 +1,9 @@
-"""The planners of DeepSeek's EPLB and of TensorRT-LLM, written anew, and their common interface.
+"""The planners of DeepSeek's EPLB and of TensorRT-LLM, written anew, with EPLB's interface.
 
-`rebalance_experts` takes and returns what `eplb.rebalance_experts` of github.com/deepseek-ai/EPLB does. With
-`policy="deepseek"` it follows that algorithm to the tie; by default it plans with `imbrex.placement`, from
-DeepSeek's placement too, so that it is at least as balanced wherever that one is allowed.
+`rebalance_experts` has the arguments and results of `eplb.rebalance_experts` of github.com/deepseek-ai/EPLB.
+With `policy="deepseek"` it gives the same placements, ties included. By default it plans with
+`imbrex.placement`, also starting from DeepSeek's placement. So the result is at least as balanced, wherever
+DeepSeek's does not put two replicas of an expert on one GPU.
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ def rebalance_experts(
     *,
     policy: str = "imbrex",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Decide where replicas live, for every layer.
+    """Choose the replicas of every expert and the slots where they are, for every layer.
 
-    weight: load [layers, E]. num_replicas: slots of all GPUs together. num_groups, num_nodes: hierarchical
-    where groups divide over nodes, else global. policy: `imbrex`, `deepseek` or `tensorrt_llm`.
-    Returns int64: the expert of every slot [layers, num_replicas], rank-major; the slots of every expert
-    [layers, E, X], `-1` where it has fewer than the most, X; the replicas of every expert [layers, E].
-    Raises ValueError where the numbers do not fit, or two replicas of one expert would share a GPU.
+    weight: the load, [layers, E]. num_replicas: the slots of all GPUs together. num_groups, num_nodes: groups
+    of experts stay inside a node if the groups divide over the nodes; otherwise nodes are ignored. policy:
+    `imbrex`, `deepseek` or `tensorrt_llm`.
+
+    Returns int64 tensors: the expert of every slot, [layers, num_replicas], rank by rank; the slots of every
+    expert, [layers, E, X], padded with `-1`; and the number of replicas of every expert, [layers, E].
+
+    Raises ValueError if the numbers do not fit, or if two replicas of an expert would be on one GPU.
     """
     load_LE = check_loads(weight)
     if policy not in POLICIES:
@@ -50,7 +54,8 @@ def rebalance_experts(
 
 
 def tables(slots_LS: Ints, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Slots by layer as the three tables of `rebalance_experts`; an expert's slots in ascending order."""
+    """The three results of `rebalance_experts` from the expert of every slot; an expert's slots are in
+    ascending order."""
     counts_LE = np.stack([np.bincount(slots, minlength=num_experts) for slots in slots_LS])
     slots_LEX = np.full((*counts_LE.shape, counts_LE.max()), -1, dtype=np.int64)
     for layer, slots in enumerate(slots_LS):
@@ -81,10 +86,8 @@ def _held(slots_WS: Ints, num_experts: int) -> Held:
 
 
 def deepseek(load_E: Floats, num_slots: int, num_groups: int, num_nodes: int, num_gpus: int) -> Ints:
-    """The expert of every slot by DeepSeek's EPLB. Replicas of an expert may share a GPU.
-
-    Loads are rounded to float32, as there, and equals keep their order.
-    """
+    """The expert of every slot by DeepSeek's EPLB. Replicas of an expert may be on one GPU. Loads are rounded
+    to float32, as there, and equal ones keep their order."""
     num_experts = len(load_E)
     if num_groups % num_nodes:
         num_groups = num_nodes = 1
@@ -140,10 +143,8 @@ def _pack_evenly(load_N: np.ndarray, num_packs: int) -> list[list[int]]:
 
 
 def tensorrt_llm(load_E: Floats, num_slots: int, num_gpus: int) -> Ints:
-    """The expert of every slot by TensorRT-LLM's moeLoadBalancer. Replicas of an expert may share a GPU.
-
-    Of equals the higher expert is replicated first, the lower placed first.
-    """
+    """The expert of every slot by TensorRT-LLM's moeLoadBalancer. Replicas of an expert may be on one GPU. Of
+    experts with equal loads the higher one is replicated first, and the lower one is placed first."""
     num_experts = len(load_E)
     if num_slots < num_experts or num_slots % num_gpus:
         raise ValueError(

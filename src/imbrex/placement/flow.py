@@ -1,11 +1,13 @@
-"""The replica split that leaves ranks as even as the placement allows, exact, from one batch's counts.
+"""The splits `balanced` and `nearest`: how many choices of an expert go to which of its slots. `balanced` is
+exact.
 
-Tokens of an expert flow to any of the ranks that hold it. From the fullest rank, tokens are pushed along a
-path of shared experts to the emptiest rank that can be reached, until nothing reachable is two below it.
-What is reachable then holds tokens that cannot leave it, so no split has a lower fullest rank (the argument
-for optimal semi-matchings, Harvey, Ladner, Lovasz and Tamir 2006; here in bulk: a hop between two ranks
-takes what all experts they share can give, and a push settles a rank at the mean of those reached).
-`kernels/routing/split.cuh` does the same on a GPU, to the last integer.
+Choices of an expert can go to any of the ranks that hold it. From the fullest rank, choices are pushed along
+a path of ranks that share experts to the emptiest rank that can be reached, until no rank that can be reached
+is two below it. Then the load of the ranks that can be reached cannot leave them, so no split has a lower
+fullest rank. This is the argument for optimal semi-matchings (Harvey, Ladner, Lovasz and Tamir 2006), here
+with many choices at once: a step between two ranks takes as much as all experts they share can give, and a
+push brings a rank to the mean of those that it reaches. `kernels/routing/split.cuh` gives the same integers
+on a GPU.
 """
 
 from __future__ import annotations
@@ -27,13 +29,16 @@ from imbrex.placement.packing import Ints
 
 
 def split_balanced(counts_WE: Tensor, placement: Placement) -> Tensor:
-    """The split with the lowest fullest rank; among those, tokens of a rank that has the expert stay there
-    where they can.
+    """The split with the lowest possible load of the fullest rank. Among such splits, choices of a rank that
+    has the expert stay there where they can.
 
-    counts_WE: int64, choices of every rank for every expert; as many rows as the placement has ranks, a
-    multiple of it (tensor ranks), or one. Returns int64 [W, S] on its device, the same on every rank.
-    Example: 2 ranks, [[0, 1], [0, 2]], expert 0 wanted 10 times, 1 and 2 twice each: rank 0 computes
-    5 + 2 rows and rank 1 as many, while equal shares of 9, 4 and 1 for them would be 8.5 and 5.5.
+    counts_WE: int64, choices of every rank for every expert. There are as many rows as the placement has
+    ranks, or a multiple (tensor ranks), or one, if all ranks have the same tokens. Returns int64 [W, S] on
+    the same device, equal on all ranks.
+
+    Example: 2 ranks, slots [[0, 1], [0, 2]]; expert 0 is chosen 10 times, 1 and 2 twice each. Each rank
+    computes 5 + 2 rows. If expert 2 were chosen four times, equal shares would give 7 and 9, and this
+    split 8 and 8.
     """
     kernel = kernel_for(placement, counts_WE.device) if counts_WE.is_cuda else None
     if kernel is not None:
@@ -44,8 +49,9 @@ def split_balanced(counts_WE: Tensor, placement: Placement) -> Tensor:
 
 
 def split_near(split: Split, counts_WE: Tensor, placement: Placement, device: torch.device) -> Tensor:
-    """`split` of counts on the host, int64 [W, E], to the host. The balanced one goes by way of a GPU where
-    the layer has one: 64 us there and back against 160 to 290 us (4 ranks of an H200's host, 256 experts)."""
+    """Apply `split` to counts on the host, int64 [W, E], with the result on the host. The balanced split is
+    computed on `device` if that is a GPU: there and back takes 64 us, on the host 160 to 290 us (4 ranks
+    of an H200's host, 256 experts)."""
     if split is split_balanced and device.type == "cuda":
         # host sync: the counts came to the host, and the transport needs the sizes there
         return split(counts_WE.to(device), placement).cpu()
@@ -54,17 +60,15 @@ def split_near(split: Split, counts_WE: Tensor, placement: Placement, device: to
 
 @lru_cache(maxsize=1024)
 def kernel_for(placement: Placement, device: torch.device) -> SplitKernel | None:
-    """The kernel, where the device runs it."""
+    """The kernel for a placement, or `None` if the device cannot run it."""
     if placement.num_ranks > MOST_RANKS or why_not_hopper(device.index) is not None:
         return None
     return SplitKernel(placement, device)
 
 
 def split_nearest(counts_WE: Tensor, placement: Placement) -> Tensor:
-    """Choices of a rank that has the expert stay there; those of other ranks are shared evenly.
-
-    Shapes and devices as in `split_balanced`.
-    """
+    """The split by which choices of a rank that has the expert stay there, and those of other ranks are
+    shared evenly. Shapes and devices as in `split_balanced`."""
     # host sync: none where the counts are on the host
     counts = counts_WE.cpu().numpy()
     layout = layout_of(placement)
@@ -84,11 +88,12 @@ def split_nearest(counts_WE: Tensor, placement: Placement) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """A placement as the splits need it. fixed_slots, fixed_experts: of experts with one replica.
-    several: the others, with their slots. rank_of: the rank that owns a slot.
+    """A placement in the form in which the splits use it.
 
-    J numbers the slots in `several`, expert by expert. hops: of every two ranks that share experts, as
-    `from * num_ranks + to`, the slots J that give and those that take. cells: hop and slot J that gives.
+    fixed_slots, fixed_experts: those of experts with one replica. several: the other experts, with their
+    slots. rank_of: the rank of every slot. J numbers the slots in `several`, expert by expert. hops: for
+    every two ranks that share experts, as `from * num_ranks + to`, the slots J that give and those that take.
+    cells: the hop and the slot J that gives.
     """
 
     num_slots: int
@@ -101,7 +106,7 @@ class Layout:
     cells: tuple[Ints, Ints]
 
     def fixed_rows(self, counts_WE: Ints) -> Ints:
-        """Choices by slot, int64 [W, S], of experts with one replica; 0 for the others."""
+        """The choices of every slot, int64 [W, S], of experts with one replica; 0 for the others."""
         rows = np.zeros((len(counts_WE), self.num_slots), dtype=np.int64)
         rows[:, self.fixed_slots] = counts_WE[:, self.fixed_experts]
         return rows
@@ -109,7 +114,7 @@ class Layout:
 
 @lru_cache(maxsize=1024)
 def layout_of(placement: Placement) -> Layout:
-    """The arrays of a placement, kept for those in use: one for each layer."""
+    """The layout of a placement. It is cached, since every layer uses its own at every call."""
     slots_of: list[list[int]] = [[] for _ in range(placement.num_experts)]
     for slot, expert in enumerate(placement.slots):
         if expert >= 0:
@@ -147,14 +152,15 @@ def _hops(
 
 
 def home(source: int, num_sources: int, num_ranks: int) -> int:
-    """Expert rank of a row of the counts; `-1` where a single row stands for all ranks."""
+    """The expert-parallel rank of a row of the counts; `-1` if a single row stands for all ranks."""
     return -1 if num_sources < num_ranks else source * num_ranks // num_sources
 
 
 def even_out(loads: list[int], takes_J: Ints, layout: Layout) -> int:
-    """Push tokens until the fullest rank is as low as can be, in place; the pushes it took.
+    """Push choices until the load of the fullest rank is as low as possible. Changes its arguments in place,
+    and returns the number of pushes.
 
-    loads: tokens of every rank. takes_J: tokens that each slot of the replicated experts takes.
+    loads: the choices of every rank. takes_J: the choices of every slot of the replicated experts.
     """
     ranks, pushes = len(loads), 0
     cells, givers = layout.cells
@@ -208,7 +214,7 @@ def _shift(takes_J: Ints, gives: Ints, gets: Ints, amount: int) -> None:
 
 
 def spread_choices(counts_WE: Ints, placement: Placement) -> Ints:
-    """`split_balanced` on arrays: int64 [W, E] to int64 [W, S]."""
+    """The balanced split of NumPy arrays: int64 [W, E] to int64 [W, S]."""
     layout, num_sources = layout_of(placement), len(counts_WE)
     rows = layout.fixed_rows(counts_WE)
     per_slot = rows.sum(0)

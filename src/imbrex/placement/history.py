@@ -1,4 +1,4 @@
-"""How often every expert was wanted, iteration by iteration: what plans are made from."""
+"""Recorded loads: how often every expert was chosen in every iteration. Plans are made from them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from numpy.typing import NDArray
 from imbrex.placement.packing import Floats, Ints
 
 MOST_EXPERTS = 1 << 20
-"""Above it an id is no expert's: counts of all would not fit into memory."""
+"""The most experts; a larger id is taken for an error, since counts of so many would not fit into memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadHistory:
-    """Choices per logical expert, summed over all ranks, so that any number of ranks can be planned for.
+    """Choices of every logical expert, summed over ranks, so that a plan can be for any number of ranks.
 
-    counts_ILE: int64 [iterations, layers, experts]. layers: the model's numbers of these layers.
-    top_k: choices per token; 0 where unknown. first_iteration: number of the first one.
-    Raises ValueError where the counts are no counts.
+    counts_ILE: int64 [iterations, layers, experts]. layers: the model's numbers of these layers. top_k:
+    choices per token; 0 if unknown. first_iteration: the number of the first one.
+
+    Raises ValueError if the counts are negative or of another shape.
     """
 
     counts_ILE: Ints
@@ -47,7 +48,7 @@ class LoadHistory:
         return self.counts_ILE.shape[0]
 
     def window(self, begin: int, end: int) -> LoadHistory:
-        """Iterations `begin <= i < end`, by number. Raises ValueError where there is none."""
+        """The iterations `begin <= i < end`, by number. Raises ValueError if there are none."""
         first = self.first_iteration
         window_ILE = self.counts_ILE[max(begin - first, 0) : max(end - first, 0)]
         if not len(window_ILE):
@@ -60,8 +61,8 @@ class LoadHistory:
         )
 
     def pool(self, number: int) -> LoadHistory:
-        """`number` successive iterations summed into one; those left over are dropped. ValueError where there
-        are fewer."""
+        """The history with every `number` successive iterations summed into one; a remainder is dropped.
+        Raises ValueError if there are too few."""
         whole = self.num_iterations // number
         if not whole:
             raise ValueError(f"statistics: {self.num_iterations} iterations, fewer than the {number} to sum")
@@ -70,7 +71,8 @@ class LoadHistory:
         return LoadHistory(counts_ILE=pooled, layers=self.layers, top_k=self.top_k)
 
     def load(self, decay: float = 1.0) -> Floats:
-        """Float64 [L, E]: the sum over iterations, each weighing `decay` times the next one's weight."""
+        """The load of every expert, float64 [L, E]: the sum over iterations, each with `decay` times the
+        weight of the next one."""
         if not 0 < decay <= 1:
             raise ValueError(f"statistics: decay {decay}; use a number above 0, up to 1")
         weights_I = decay ** np.arange(self.num_iterations)[::-1]
@@ -78,9 +80,10 @@ class LoadHistory:
 
 
 def history_of_ids(ids_LTK: NDArray[np.integer], num_experts: int, batch: int) -> LoadHistory:
-    """Build a history from a per-token trace: every `batch` tokens are an iteration, those left over none.
+    """Build a history from a trace of tokens: every `batch` tokens are an iteration, and a remainder is
+    dropped.
 
-    ids_LTK: integers [layers, tokens, choices], `-1` where a choice was dropped.
+    ids_LTK: integers [layers, tokens, choices], `-1` for a dropped choice.
     """
     num_layers, num_tokens, top_k = ids_LTK.shape
     if num_experts > MOST_EXPERTS:

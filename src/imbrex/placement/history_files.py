@@ -1,11 +1,12 @@
-"""Statistics in the files of TensorRT-LLM, SGLang, Megatron and vLLM, and per-token traces.
+"""Reads and writes recorded loads in the formats of TensorRT-LLM, SGLang, Megatron and vLLM; reads traces of
+tokens.
 
-directory with meta_info.json and rank*.safetensors   TensorRT-LLM; keys `{iteration}_{layer}`, int64 [E]
-*.json with `logical_count`, *.pt with the same       SGLang; [L, E] or [steps, L, E]
-*.json with `load_history`                            vLLM's recorded loads (ADRS benchmark)
-*.jsonl, or a directory of rank*.jsonl                Megatron: `tpe` per iteration and layer, or a trace
-                                                      with `top_indices`
-*.npz, *.npy                                          ids [layers, tokens, choices]
+    directory with meta_info.json and rank*.safetensors   TensorRT-LLM; keys `{iteration}_{layer}`, int64 [E]
+    *.json with `logical_count`, *.pt with the same       SGLang; [L, E] or [steps, L, E]
+    *.json with `load_history`                            vLLM's recorded loads (ADRS benchmark)
+    *.jsonl, or a directory of rank*.jsonl                Megatron: `tpe` per iteration and layer, or a
+                                                          trace with `top_indices`
+    *.npz, *.npy                                          ids [layers, tokens, choices]
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ META = "meta_info.json"
 def read_history(
     path: str | os.PathLike[str], *, batch: int = 128, array: str = "", num_experts: int = 0
 ) -> LoadHistory:
-    """Read statistics from any file that imbrex knows, told apart by name and content.
+    """Read recorded loads from a file of any format above, recognised by its name and content.
 
-    batch: tokens of an iteration, for traces. array: name of the ids in an `.npz`; its first `*ids`.
-    num_experts: of a trace, where its largest id does not say.
-    Raises ValueError, one sentence, where the file is cut off, or not what its name says.
+    batch: the tokens of an iteration, for traces. array: the name of the ids in an `.npz`; by default the
+    first that ends in "ids". num_experts: for a trace; by default its largest id and one.
+
+    Raises ValueError, in one sentence, if the file is cut off, or is not what its name says.
     """
     path = Path(path)
     if not path.exists():
@@ -71,7 +73,7 @@ def read_history(
 
 
 def write_history(path: str | os.PathLike[str], history: LoadHistory, *, rank: int = 0) -> None:
-    """Write TensorRT-LLM's directory: this rank's counts, and from rank 0 what they are."""
+    """Write a directory in TensorRT-LLM's format: this rank's counts and, from rank 0, their description."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     write_arrays(
@@ -211,7 +213,7 @@ def _read_trace(path: Path, batch: int, array: str, num_experts: int) -> LoadHis
 
 
 def read_ids(path: Path, array: str = "") -> np.ndarray:
-    """Ids [layers, tokens, choices] of a per-token trace."""
+    """The ids of a trace of tokens, [layers, tokens, choices]."""
     stored, _ = read_trace(path, array)
     ids = stored[None] if stored.ndim == 2 else stored
     if ids.ndim != 3 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
@@ -220,10 +222,10 @@ def read_ids(path: Path, array: str = "") -> np.ndarray:
 
 
 def read_trace(path: Path, array: str = "") -> tuple[np.ndarray, np.ndarray | None]:
-    """The ids of a per-token trace as they are stored, and their weights where an `.npz` has them: beside
-    `NAMEids` those are `NAMEw`. array: name of the ids; the first `*ids`.
+    """The ids of a trace of tokens as they are stored, and their weights if an `.npz` has them: for ids named
+    `NAMEids` they are named `NAMEw`. array: the name of the ids; by default the first that ends in "ids".
 
-    Raises ValueError where the file holds no such array of numbers.
+    Raises ValueError if the file holds no such array of numbers.
     """
     try:
         loaded = np.load(path, allow_pickle=False)

@@ -1,4 +1,4 @@
-"""Placements written down: contiguous, or from a list of slots."""
+"""Placements by hand: contiguous, or from a list of every rank's slots."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from imbrex.contracts import Placement
 
 
 def contiguous(num_experts: int, num_ranks: int) -> Placement:
-    """Experts in order, as evenly as they go: 5 experts on 3 ranks are 2, 2 and 1. A rank may hold none."""
+    """The placement of experts in order, divided as evenly as possible: 5 experts on 3 ranks are 2, 2 and 1.
+    A rank may have none."""
     if num_experts < 1 or num_ranks < 1:
         raise ValueError(f"placement: {num_experts} experts on {num_ranks} ranks; both must be at least 1")
     small, extra = divmod(num_experts, num_ranks)
@@ -19,9 +20,9 @@ def contiguous(num_experts: int, num_ranks: int) -> Placement:
 
 
 def from_slots(ranks: Sequence[Sequence[int]], num_experts: int) -> Placement:
-    """A placement from the experts that every rank holds, `-1` for a spare slot: `[[0, 1], [1, 2, -1]]`.
+    """A placement from the experts in every rank's slots, `-1` for a spare one: `[[0, 1], [1, 2, -1]]`.
 
-    Raises ValueError where an expert has no slot, does not exist, or sits twice on a rank.
+    Raises ValueError if an expert has no slot, does not exist, or has two slots on a rank.
     """
     for rank, row in enumerate(ranks):
         experts = [e for e in row if e != -1]

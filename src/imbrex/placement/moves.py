@@ -1,4 +1,4 @@
-"""The way from one placement to the next: what has to move, and slots that keep what they hold."""
+"""The difference between two placements: what ranks must fetch, and which slots keep their experts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from imbrex.placement.packing import Held
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fetch:
-    """Slot `slot` of the new placement gets `expert`, which `from_slot` of the old one, on rank `source`,
-    holds; `target` is the rank that owns the slot. Within a rank it is a copy from slot to slot."""
+    """A move of one expert's weights. `slot` of the new placement, on rank `target`, gets `expert` from
+    `from_slot` of the old placement, on rank `source`. If both are on one rank, it is a copy."""
 
     slot: int
     expert: int
@@ -24,8 +24,8 @@ class Fetch:
 
 
 def keep_in_place(old: Placement, replicas_WE: Held) -> Placement:
-    """The placement `replicas_WE` with every expert that stays on its rank in its old slot; newcomers take
-    the slots left, in ascending order; slots without an expert are spares."""
+    """The placement `replicas_WE`, in which every expert that stays on its rank keeps its slot. New experts
+    take the free slots in ascending order; slots without an expert are spares."""
     rows = []
     for rank, held_E in enumerate(replicas_WE):
         experts = set(np.flatnonzero(held_E).tolist())
@@ -40,8 +40,8 @@ def keep_in_place(old: Placement, replicas_WE: Held) -> Placement:
 
 
 def match_ranks(old_WE: Held, new_WE: Held) -> Held:
-    """`new_WE` with its ranks renumbered so that they keep much of what they hold: of ranks with equally many
-    slots, the pair that shares most is matched first."""
+    """The placement `new_WE` with its ranks renumbered, so that they keep much of what they hold. Among ranks
+    with equally many slots, the pair that shares most experts is matched first."""
     shared = (old_WE.astype(np.int64) @ new_WE.T).astype(np.float64)
     shared[old_WE.sum(1)[:, None] != new_WE.sum(1)] = -1
     matched_WE = np.empty_like(new_WE)
@@ -53,10 +53,10 @@ def match_ranks(old_WE: Held, new_WE: Held) -> Held:
 
 
 def fetches(old: Placement, new: Placement) -> list[Fetch]:
-    """The experts that ranks must fetch, by slot. The sources of an expert take turns: the one that served
-    fewest first, then the lowest rank.
+    """The experts that ranks must fetch, by slot. Of several sources the one that serves fewest fetches is
+    taken, then the lowest rank.
 
-    Raises ValueError where the placements have different experts or slots.
+    Raises ValueError if the placements have different experts or slots.
     """
     if old.rank_offsets != new.rank_offsets or old.num_experts != new.num_experts:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""The decisions of an online balancer, pure: which layers are due, and what one layer's next placement is.
+"""Decisions of the online balancer as pure functions: which layers are due, and a layer's next placement.
 
-Everything here depends only on counts that all ranks know, so every rank decides the same without asking.
+They depend only on counts that all ranks have, so every rank decides the same without communication.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ from imbrex.placement.robust import PRICES, cost_of, fullness, harden
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
-    """How often and how much an online balancer changes.
+    """The settings of an online balancer: how often it looks at a layer, and how much it may change.
 
-    layer_updates_per_iter: layers looked at in an iteration, in turn. decay: an iteration weighs this times
-    the next one. window: past iterations remembered. threshold: a layer whose fullest rank is less than this
-    above the mean in its iterations is left alone; so is one that would gain less than half of it.
-    max_moves: experts that ranks fetch in one update of a layer. split: the replica split in use. proposals:
-    moves tried. sure: standard errors that the gain is above on counts that the placement was not made from,
-    so that a load that only wavers moves nothing; 0 moves for any gain on those it was made from.
+    layer_updates_per_iter: the number of layers that are looked at in an iteration, in turn.
+    decay: the weight of an iteration relative to the next one.
+    window: the number of past iterations that count.
+    threshold: a layer is left alone if its fullest rank has less than this above the mean (0.01 is 1 %), or
+    if a new placement would gain less than half of it.
+    max_moves: the most experts that ranks fetch in one update of a layer.
+    split: how choices are shared among replicas, `balanced` or `even`.
+    proposals: the number of changes that the search tries.
+    sure: how many standard errors the gain must be above 0, on counts that the placement was not made from.
+    So a load that only fluctuates moves nothing. 0 accepts any gain on the counts it was made from.
     """
 
     layer_updates_per_iter: int = 1
@@ -57,9 +61,10 @@ class Pace:
 
 
 def layers_due(iteration: int, num_layers: int, per_iteration: int) -> list[int]:
-    """Layers looked at in an iteration: a cycle goes through all, and layers of one turn lie far apart.
+    """The layers that are looked at in an iteration. A cycle goes through all layers, and the layers of one
+    iteration are far apart.
 
-    Example: 5 layers, 2 an iteration: [0, 3], [1, 4], [2], [0, 3], ... A cycle is ceil(5 / 2) iterations.
+    Example: 5 layers, 2 an iteration: [0, 3], [1, 4], [2], [0, 3], ... A cycle has ceil(5 / 2) iterations.
     """
     if not per_iteration or not num_layers:
         return []
@@ -68,15 +73,16 @@ def layers_due(iteration: int, num_layers: int, per_iteration: int) -> list[int]
 
 
 class LoadWindow:
-    """The last iterations' counts of one layer, weighted by age."""
+    """The counts of the last iterations of one layer, from which its next placement is made."""
 
     def __init__(self, num_experts: int, pace: Pace) -> None:
         self.num_experts, self.decay = num_experts, pace.decay
         self._recent: deque[Ints] = deque(maxlen=pace.window)
 
     def add(self, counts: Ints) -> None:
-        """Choices per expert of one iteration, of every rank's tokens [W, E] or of all together [E], int64;
-        ignored where there are none."""
+        """Add the choices of every expert in one iteration, int64: by rank [W, E], or of all ranks together
+        [E]. An iteration without choices is ignored. Raises ValueError for another shape or negative
+        counts."""
         if counts.shape[-1:] != (self.num_experts,) or counts.ndim > 2 or counts.min() < 0:
             raise ValueError(
                 f"balancer: counts of shape {counts.shape}; give {self.num_experts} numbers from 0 up"
@@ -95,23 +101,27 @@ class LoadWindow:
 
 
 CHOICES_A_PART = 4
-"""Choices an expert that a part of an iteration has at least. Small batches teach what large ones hide:
-planned from 64 tokens of each of 4 ranks, the next iteration's ranks differ by half of what they do when
-planned from the 256 together. Parts of fewer choices are noise, and would never let a layer rest."""
+"""The least choices an expert, in the mean, in a part of an iteration. Small parts show fluctuations that
+large ones hide: planned from the 64 tokens of each of 4 ranks, the ranks' loads in the next iteration
+differ half as much as if planned from the 256 tokens together. Parts with fewer choices are mostly noise,
+by which a layer would always be moved."""
 
 
 MOST_PARTS = 64
-"""The parts of a window at most; with more a plan takes longer and is no better."""
+"""The most parts in a window. With more of them a plan takes longer and is no better."""
 LEAST_PARTS = 8
-"""A placement is made from and judged by so many, or as many as the window has: fewer do not show chance."""
+"""The least parts that a placement is made from, and judged by, if the window has as many: fewer do not show
+how much loads fluctuate."""
 
 
 def weigh(recent: Iterable[Ints], decay: float, *, apart: bool = True) -> Floats:
-    """Parts of iterations that had choices, oldest first, weighted by age, float64 [H, E]: what single ranks,
-    or neighbours together, wanted.
+    """The choices of every expert in parts of iterations, oldest first, weighted by age: float64 [H, E]. A
+    part has the choices of one rank, or of several neighbouring ranks.
 
-    recent: iterations, [W, E] or [E]. apart: false for whole iterations, as the split sees them.
-    Example: 2 ranks, 8 experts, 40 choices of each rank: two parts.
+    recent: the counts of iterations, [W, E] or [E]. apart: whether to divide iterations into parts; without,
+    each iteration is one.
+
+    Example: 2 ranks, 8 experts, 40 choices on each rank: two parts.
     """
     known = [np.atleast_2d(counts) for counts in recent if counts.any()]
     if not known:
@@ -133,11 +143,12 @@ def _parts(counts_WE: Ints, max_parts: int) -> Ints:
 def renew(
     recent_HE: Floats, placement: Placement, pace: Pace, *, whole_HE: Floats | None = None
 ) -> Placement | None:
-    """A better placement for what came lately, at most `pace.max_moves` fetches away; `None` where the layer
-    is balanced, or would gain too little to move for.
+    """A better placement for recent loads, or `None` if the layer is balanced already or would gain too
+    little. It needs at most `pace.max_moves` fetches.
 
-    It is made from every other part of what came and judged by the parts between. whole_HE: the iterations
-    that the parts are of, in which it must pay as well, though it be half as sure: there are few of them.
+    The placement is made from every other part of the window, and judged by the parts between. recent_HE:
+    from `weigh`. whole_HE: the same by whole iterations. There the new placement must be better too, with
+    half the required standard errors, because they are few.
     """
     wholes_HE = recent_HE if whole_HE is None else whole_HE
     replicas_WE = to_held(placement)
@@ -188,23 +199,24 @@ def _fullness(history_HE: Floats, replicas_WE: Held, split: str) -> Floats:
 
 
 def predicted(recent_HE: Floats, replicas_WE: Held, split: str) -> float:
-    """Load of the fullest rank over the mean, minus 1: the mean over parts under the balanced split, of their
-    sum under the even one; 0 without load."""
+    """The imbalance that is expected of a placement: the load of the fullest rank over the mean, minus 1; 0
+    without load. Under the balanced split it is the mean over parts, under the even split that of their
+    sum."""
     if split == "balanced":
         return cost_of(recent_HE, replicas_WE) - 1
     return float(_fullness(recent_HE.sum(0)[None], replicas_WE, split)[0]) - 1 if recent_HE.any() else 0.0
 
 
 class OnlinePlanner:
-    """The placements of all layers, renewed in turn: the online balancer without weights."""
+    """The online balancer without a model: placements of all layers, renewed in turn from counts."""
 
     def __init__(self, placements: Sequence[Placement], pace: Pace) -> None:
         self.placements, self.pace, self.iteration = list(placements), pace, 0
         self.windows = [LoadWindow(p.num_experts, pace) for p in self.placements]
 
     def step(self, counts_LWE: Sequence[Ints]) -> dict[int, Placement]:
-        """Counts of one iteration, int64 [L, W, E] or [L, E], to the placements that change, by place of the
-        layer."""
+        """The placements that change after an iteration, by index of the layer. counts_LWE: choices of every
+        expert by layer, int64 [L, W, E] or [L, E]."""
         for window, counts in zip(self.windows, counts_LWE, strict=True):
             window.add(counts)
         changed = {}

@@ -1,8 +1,8 @@
-"""A first placement: how many replicas an expert gets, and the fullest rank kept as low as greed can.
-Of small layers the best one, by looking at all.
+"""First placements for the even replica split: the number of replicas of every expert, then greedy packing;
+the best placement of all for small layers.
 
-Loads are float64 [E]. `replicas_WE` is bool: rank w has a replica of expert e. Every replica of an expert is
-taken to carry the same share of its load; never are two replicas of one expert on one rank.
+Loads are float64 [E]. `replicas_WE` is bool: whether rank w has a replica of expert e. Every replica of an
+expert carries the same share of its load, and no rank has two replicas of an expert.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Held = NDArray[np.bool_]
 MOST_PLACEMENTS = 30_000
-"""The number of placements up to which all are compared, in about 20 ms on one core."""
+"""The most placements that are all compared; it takes about 20 ms on one core."""
 
 
 def spread(num_slots: int, num_ranks: int) -> tuple[int, ...]:
-    """Slots of every rank, as even as they go: 10 slots on 4 ranks are 3, 3, 2, 2."""
+    """The number of slots of every rank, as even as possible: 10 slots on 4 ranks are 3, 3, 2, 2."""
     small, extra = divmod(num_slots, num_ranks)
     return tuple(small + (rank < extra) for rank in range(num_ranks))
 
 
 def replicate(load_E: Floats, num_slots: int, limit: int) -> Ints:
-    """Replicas of every expert: each further slot goes to the expert with the most load per replica, the
-    first of equals, at most `limit` each (Adams' method of apportionment, as DeepSeek's EPLB).
+    """The number of replicas of every expert, at most `limit` each. Each further slot goes to the expert with
+    the most load per replica, the first of equal ones (Adams' method of apportionment, as in DeepSeek's
+    EPLB).
 
     Example: loads [6, 3, 2], 5 slots: [1, 1, 1] -> [2, 1, 1] -> [3, 1, 1], as 3 = 6 / 2 comes before 3 / 1.
     """
@@ -46,11 +47,12 @@ def replicate(load_E: Floats, num_slots: int, limit: int) -> Ints:
 
 
 def pack(load_E: Floats, counts_E: Ints, capacity_W: Sequence[int]) -> Held:
-    """The heaviest replica first, on the least loaded rank that has a slot and not this expert.
+    """Put the replica with the highest load first on the rank with the least load that has a free slot and
+    does not have the expert yet. Of equal ones, the lower expert and the lower rank come first.
 
-    Ties go to the lower expert and the lower rank. Where only ranks that have the expert are left, the
-    replica is given to another expert, so the counts of the result may differ from `counts_E`.
-    capacity_W: at most E each, at least E together.
+    If only ranks that have the expert are left, the slot goes to another expert, so the result may have other
+    numbers of replicas than `counts_E`. capacity_W: the slots of every rank, at most E each, at least E
+    together.
     """
     num_ranks, num_experts = len(capacity_W), len(load_E)
     replicas_WE = np.zeros((num_ranks, num_experts), dtype=bool)
@@ -76,17 +78,18 @@ def pack(load_E: Floats, counts_E: Ints, capacity_W: Sequence[int]) -> Held:
 
 
 def rank_loads(load_E: Floats, replicas_WE: Held) -> Floats:
-    """Load of every rank, float64 [W], replicas sharing evenly."""
+    """The load of every rank, float64 [W], if replicas share it evenly."""
     return replicas_WE @ (load_E / replicas_WE.sum(0))
 
 
 def num_placements(num_experts: int, capacity_W: Sequence[int]) -> int:
-    """Choices of different experts for every rank."""
+    """The number of ways to give every rank as many different experts as it has slots."""
     return math.prod(math.comb(num_experts, slots) for slots in capacity_W)
 
 
 def best_placement(load_E: Floats, capacity_W: Sequence[int]) -> Held:
-    """The lowest fullest rank, the first of equals in the order of the experts; bool [W, E]."""
+    """The placement with the lowest load of the fullest rank, bool [W, E], the first of equal ones in the
+    order of the experts."""
     num_experts = len(load_E)
     choices = []
     for slots in capacity_W:

@@ -1,10 +1,10 @@
-"""Plans of all layers in the files that serving engines read.
+"""Reads and writes placements of all layers in the formats of serving engines.
 
     *.yaml, *.yml   TensorRT-LLM: num_slots, layer_updates_per_iter, initial_global_assignments by layer
     *.json          SGLang: physical_to_logical_map [layers][slots]
 
-Slots are rank-major. Where ranks have different numbers of slots, a line `slots_per_rank` is added, which
-the other engines do not know.
+Slots are listed rank by rank. If ranks have different numbers of slots, a line `slots_per_rank` is added,
+which the engines do not know.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from imbrex.placement.packing import spread
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalancePlan:
-    """A plan of all layers.
+    """Placements of all layers.
 
-    placements: by the model's number of the layer. layer_updates_per_iter: layers that an online balancer
-    renews in an iteration; 0 leaves the plan as it is."""
+    placements: by the model's number of the layer. layer_updates_per_iter: the number of layers that an
+    online balancer looks at in an iteration; 0 keeps the plan as it is.
+    """
 
     placements: Mapping[int, Placement]
     layer_updates_per_iter: int = 0
 
     def of(self, layer: int) -> Placement:
-        """The placement of a layer. Raises ValueError where the plan has none."""
+        """The placement of a layer. Raises ValueError if the plan has none."""
         if layer not in self.placements:
             known = ", ".join(map(str, self.placements)) or "none"
             raise ValueError(f"plan: layer {layer} is missing; the plan has layers {known}")
@@ -41,7 +42,8 @@ class BalancePlan:
 
 
 def write_plan(path: str | os.PathLike[str], plan: BalancePlan) -> None:
-    """Write a plan in the format that the name ends in. The file is written beside its name and renamed."""
+    """Write a plan, in the format of the name's ending. The file is written under another name first, then
+    renamed."""
     path = Path(path)
     if not plan.placements:
         raise ValueError("plan: it has no layers; nothing written")
@@ -60,8 +62,9 @@ def read_plan(
 ) -> BalancePlan:
     """Read a plan for `num_ranks` ranks.
 
-    layers: numbers of the layers in an SGLang file, which has none; 0, 1, ... otherwise.
-    Raises ValueError, one sentence, where the file is cut off or a layer's slots cannot be.
+    layers: the numbers of the layers in a file of SGLang, which has none; by default 0, 1, ...
+
+    Raises ValueError, in one sentence, if the file is cut off, or if a layer's slots are impossible.
     """
     path = Path(path)
     try:

@@ -1,8 +1,10 @@
-"""The offline planner: replication and placement that minimise the load of the fullest rank.
+"""The offline planner for the even replica split: which experts get replicas, and where all slots are, so
+that the load of the fullest rank is as low as possible.
 
-Small layers exactly. Others greedily, then refined by exchanges, then shaken and refined again while the
-fullest rank is further than a tenth of a percent from the mean. Deterministic. Hierarchical where there are
-nodes: groups of experts are packed on nodes first, and replicas stay inside their node.
+Small layers are solved exactly. For the others, a greedy placement is improved by exchanges (`refine`); while
+the fullest rank is more than 0.1 % above the mean, the placement is changed at random and improved again. The
+result is deterministic. With several nodes, groups of experts are packed on nodes first, and replicas stay
+inside their node.
 """
 
 from __future__ import annotations
@@ -28,15 +30,17 @@ from imbrex.placement.packing import (
 from imbrex.placement.refine import refine, shake
 
 MOST_RANKS = 1 << 16
-"""A plan for more would be searched for without an end."""
+"""The most ranks; the search for more would not end in a reasonable time."""
 CLOSE = 1e-3
-"""A fullest rank this close to the mean is not searched further."""
+"""The search ends if the fullest rank is this close to the mean, as a share of it."""
 SEARCH = 60_000
-"""Random restarts are this over the squared number of slots: what keeps 58 layers of 288 slots in 1 s."""
+"""The number of random restarts times the square of the number of slots; with it 58 layers of 288 slots take
+about 1 s."""
 
 
 def check_loads(load: Tensor | Floats | Sequence) -> Floats:
-    """Loads [L, E] (or [E], one layer) as float64. Raises ValueError where they are no loads."""
+    """Loads [L, E], or [E] of one layer, as float64 [L, E]. Raises ValueError if they are negative, not
+    finite or of another shape."""
     load_LE = np.asarray(load.cpu() if isinstance(load, Tensor) else load, dtype=np.float64)
     load_LE = load_LE[None] if load_LE.ndim == 1 else load_LE
     if load_LE.ndim != 2 or not load_LE.size:
@@ -54,8 +58,8 @@ def check_loads(load: Tensor | Floats | Sequence) -> Floats:
 
 
 def capacity_of(slots: int | Sequence[int], num_ranks: int, num_experts: int) -> tuple[int, ...]:
-    """Slots of every rank, from their sum (spread evenly) or as given. Raises ValueError where the experts
-    do not fit, or replicas of one expert would have to share a rank."""
+    """The number of slots of every rank, from their sum (divided as evenly as possible) or as given. Raises
+    ValueError if the experts do not fit, or if two replicas of an expert would have to be on one rank."""
     if not 1 <= num_ranks <= MOST_RANKS:
         raise ValueError(f"placement: {num_ranks} ranks; there must be 1 to {MOST_RANKS}")
     capacity = spread(slots, num_ranks) if isinstance(slots, int) else tuple(slots)
@@ -83,13 +87,14 @@ def plan_layers(
     num_nodes: int = 1,
     num_groups: int = 1,
 ) -> list[Placement]:
-    """Plan a placement for every layer from its load.
+    """Plan a placement for every layer from its load, for the even replica split.
 
-    load_LE: tokens per logical expert, any non-negative numbers.
-    slots: of all ranks together, spread as evenly as they go, or of every rank.
-    num_nodes, num_groups: above 1, groups of neighbouring experts are packed on nodes of neighbouring ranks,
-        equally many on each, and replicas stay inside the node.
-    Raises ValueError where the numbers do not fit.
+    load_LE: tokens of every expert by layer; any numbers from 0 up. slots: the number of slots of all ranks
+    together, divided as evenly as possible, or of every rank. num_nodes, num_groups: with more than 1, groups
+    of neighbouring experts are packed on nodes of neighbouring ranks, equally many on each, and replicas stay
+    inside the node.
+
+    Raises ValueError if the numbers do not fit.
     """
     checked_LE = check_loads(load_LE)
     capacity = capacity_of(slots, num_ranks, checked_LE.shape[1])
@@ -106,7 +111,8 @@ def search(
     num_groups: int = 1,
     others: Sequence[Held] = (),
 ) -> Held:
-    """One layer, as bool [W, E]. others: placements to start from as well; the result is never worse."""
+    """The placement of one layer, bool [W, E]. others: further placements to start from; the result is at
+    least as good as each of them."""
     if num_nodes > 1:
         return _search_nodes(load_E, capacity_W, num_nodes, num_groups, others)
     if num_placements(len(load_E), capacity_W) <= MOST_PLACEMENTS:
@@ -146,7 +152,7 @@ def _search_nodes(
 
 
 def check_nodes(num_experts: int, capacity: tuple[int, ...], num_nodes: int, num_groups: int) -> None:
-    """Raises ValueError where a hierarchical plan cannot be made."""
+    """Raise ValueError if ranks, experts and groups do not divide over the nodes."""
     if num_nodes < 1 or num_groups < 1:
         raise ValueError(f"placement: {num_nodes} nodes and {num_groups} groups; both are at least 1")
     if num_nodes == 1:
@@ -171,12 +177,12 @@ def check_nodes(num_experts: int, capacity: tuple[int, ...], num_nodes: int, num
 
 
 def to_placement(replicas_WE: Held) -> Placement:
-    """Experts of every rank in ascending order."""
+    """The placement of a matrix bool [W, E]; each rank's experts are in ascending order."""
     return from_slots([np.flatnonzero(held_E).tolist() for held_E in replicas_WE], replicas_WE.shape[1])
 
 
 def to_held(placement: Placement) -> Held:
-    """Who has what, bool [W, E]."""
+    """The matrix of a placement: bool [W, E], whether a rank has a replica of an expert."""
     replicas_WE = np.zeros((placement.num_ranks, placement.num_experts), dtype=bool)
     for rank in range(placement.num_ranks):
         replicas_WE[rank, [e for e in placement.local(rank) if e >= 0]] = True
@@ -184,6 +190,6 @@ def to_held(placement: Placement) -> Held:
 
 
 def imbalance(load_E: Floats | Tensor | Sequence, placement: Placement) -> float:
-    """Load of the fullest rank over the mean, minus 1, replicas sharing evenly; 0 without load."""
+    """The load of the fullest rank over the mean, minus 1, if replicas share loads evenly; 0 without load."""
     loads = rank_loads(check_loads(load_E)[0], to_held(placement))
     return float(loads.max() / loads.mean() - 1) if loads.any() else 0.0

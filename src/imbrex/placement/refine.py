@@ -1,8 +1,9 @@
-"""Better than greedy: exchange replicas between ranks until the fullest rank cannot be lowered.
+"""Improves a placement by exchanging replicas between ranks until the fullest rank cannot be lowered.
 
-Two moves lower the fullest rank: it swaps a replica with another rank, or a slot elsewhere changes from a
-replica of some expert to one of an expert of the fullest rank, which thereby carries less. A move is taken
-only if every rank that it changes ends below the fullest, so the sorted loads fall and the search ends.
+There are two kinds of moves. The fullest rank swaps a replica with another rank. Or a slot on another rank
+changes from a replica of some expert to a replica of one of the fullest rank's experts, so that the fullest
+rank carries a smaller share of it. A move is made only if all ranks that it changes end below the fullest
+one. So the sorted loads fall with every move, and the search ends.
 """
 
 from __future__ import annotations
@@ -14,15 +15,13 @@ import numpy as np
 from imbrex.placement.packing import Floats, Held, rank_loads
 
 NEGLIGIBLE = 1e-9
-"""An improvement below this share of the mean is none: loads are sums of floats."""
+"""An improvement below this share of the mean counts as none, because loads are sums of floats."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """Ranks and experts that change places: `losses[i]` of rank `ranks[i]` becomes `gains[i]`.
-
-    worst: load of the fullest rank among those changed.
-    """
+    """A move: on rank `ranks[i]` expert `losses[i]` is replaced by expert `gains[i]`. worst: the load of the
+    fullest of the changed ranks afterwards."""
 
     ranks: tuple[int, ...]
     losses: tuple[int, ...]
@@ -31,14 +30,14 @@ class Move:
 
 
 def apply(replicas_WE: Held, move: Move) -> None:
-    """Make a move, in place: each rank loses one expert and gains another."""
+    """Make a move in place."""
     for rank, loss, gain in zip(move.ranks, move.losses, move.gains, strict=True):
         replicas_WE[rank, loss] = False
         replicas_WE[rank, gain] = True
 
 
 def best_swap(load_E: Floats, replicas_WE: Held, loads_W: Floats, fullest: int) -> Move | None:
-    """The swap between the fullest rank and another that leaves the lower of the two fullest."""
+    """The swap of the fullest rank with another after which the fuller of the two has the lowest load."""
     share_E = load_E / replicas_WE.sum(0)
     ours = np.flatnonzero(replicas_WE[fullest] & (share_E > 0))
     if not len(ours):
@@ -61,8 +60,8 @@ def best_swap(load_E: Floats, replicas_WE: Held, loads_W: Floats, fullest: int) 
 
 
 def best_replacement(load_E: Floats, replicas_WE: Held, loads_W: Floats, fullest: int) -> Move | None:
-    """The slot that, given from an expert with several replicas to one of the fullest rank, leaves the lowest
-    fullest rank among those changed."""
+    """The best change of a slot from an expert with several replicas to an expert of the fullest rank: the
+    one after which the fullest of the changed ranks has the lowest load."""
     counts_E = replicas_WE.sum(0)
     share_E = load_E / counts_E
     slot_ranks, slot_experts = np.divmod(np.flatnonzero(replicas_WE & (counts_E > 1)), len(load_E))
@@ -103,9 +102,10 @@ def refine(
     old: Held | None = None,
     max_moves: int | None = None,
 ) -> Held:
-    """The placement where no move lowers the fullest rank, or where it is at most `target`.
+    """Improve a placement until no move lowers the fullest rank, or until its load is at most `target`.
+    Returns bool [W, E].
 
-    max_moves: at most so many ranks and experts are in it that are not in `old`.
+    max_moves: the most experts that ranks must fetch, compared with `old`.
     """
     new_WE = replicas_WE.copy()
     loads = rank_loads(load_E, new_WE)
@@ -128,12 +128,12 @@ def refine(
 
 
 def count_moves(old_WE: Held, new_WE: Held) -> int:
-    """Experts that ranks of the new placement must fetch."""
+    """The number of experts that ranks of the new placement must fetch."""
     return int(np.count_nonzero(new_WE & ~old_WE))
 
 
 def shake(load_E: Floats, replicas_WE: Held, draw: np.random.Generator, strength: int) -> Held:
-    """A placement some random swaps and replacements away, to search from anew."""
+    """Make some random swaps and replacements, so that another search starts from somewhere else."""
     new_WE = replicas_WE.copy()
     num_ranks, num_experts = new_WE.shape
     for _ in range(strength):

@@ -1,4 +1,5 @@
-"""Plans for whole models from their statistics, for the replica split that will be used, from an old plan."""
+"""Placements for whole models, planned from recorded loads for a given split, from an old plan if there is
+one."""
 
 from __future__ import annotations
 
@@ -17,21 +18,26 @@ from imbrex.placement.refine import count_moves, refine
 from imbrex.placement.robust import PRICES, cost_of, harden
 
 EFFORT = 3_000_000
-"""Proposals times slots for a whole plan: what keeps 58 layers of 288 slots in 1 s."""
+"""The number of proposals times slots for a whole plan, at which 58 layers of 288 slots take about 1 s."""
 MOST_PROPOSALS = 4000
 STEP_COSTS, FEWEST_STEPS = 6, 40
-"""A steep step takes the time of about three proposals. With fewer of them 58 layers of 288 slots took a
-fifth of a second more, for 3 to 6 % less above the mean."""
+"""The time of a step of `placement.descent` in proposals, and the fewest steps for which it is used. With
+fewer steps 58 layers of 288 slots took a fifth of a second more, and their imbalance was 3 to 6 % lower."""
 FAR = 1.15
-"""Fullest ranks over the mean, from where steep steps gain; below, proposals come nearer to even."""
+"""The load of the fullest rank over the mean above which steps of `placement.descent` gain. Below, single
+proposals come nearer to an even load."""
 MOST_BATCHES = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """The target of a plan. slots: of all ranks together, or of every rank. split: `balanced` or `even`.
-    decay: an iteration weighs this times the next one (under `even`). Nodes and groups as in `plan_layers`.
-    max_moves: experts that ranks may have to fetch in a layer, compared with the old plan."""
+    """The settings of an offline plan.
+
+    slots: the number of slots of all ranks together, or of every rank. split: the replica split in use,
+    `balanced` or `even`. decay: the weight of an iteration relative to the next one; for `even` only.
+    num_nodes, num_groups: as in `plan_layers`. max_moves: the most experts that ranks may have to fetch in a
+    layer, compared with the old plan.
+    """
 
     num_ranks: int
     slots: int | Sequence[int]
@@ -49,11 +55,13 @@ def plan_history(
     *,
     layers: Sequence[int] | None = None,
 ) -> dict[int, Placement]:
-    """Plan a placement for every layer of the statistics; by the layer's number.
+    """Plan a placement for every layer of recorded loads. Returns placements by number of the layer.
 
-    old: the plan in use; a fetch has to lower the fullest rank by a thousandth of the mean, and experts that
-    stay on a rank keep their slot. layers: plan these alone, each as it is in a plan of all.
-    Raises ValueError where the numbers do not fit or the old plan is of another shape or lacks a layer.
+    old: the plan in use. Then a fetch is planned only if it lowers the fullest rank by a thousandth of the
+    mean, and experts that stay on a rank keep their slots. layers: plan only these; each gets the placement
+    it has in a plan of all layers.
+
+    Raises ValueError if the numbers do not fit, or if the old plan has another shape or lacks a layer.
     """
     if target.split not in ("balanced", "even"):
         raise ValueError(f"plan: split {target.split!r}; use balanced or even")
@@ -151,7 +159,7 @@ def _search_block(batches_HE: Floats, replicas_WE: Held, proposals: int) -> Held
 
 
 def moves_between(old: Mapping[int, Placement], new: Mapping[int, Placement]) -> int:
-    """Experts that ranks must fetch, over the layers of the new plan."""
+    """The number of experts that ranks must fetch, summed over the layers of the new plan."""
     return sum(count_moves(to_held(old[layer]), to_held(new[layer])) for layer in new)
 
 

@@ -1,4 +1,5 @@
-"""Recorded loads against policies, rank counts and slots: what the balance would have been, with no GPU."""
+"""Replays recorded loads with a policy, a number of ranks and a number of slots: how balanced they would have
+been."""
 
 from __future__ import annotations
 
@@ -29,10 +30,12 @@ POLICIES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """The outcome of a policy.
+    """The result of replaying a policy.
 
-    imbalance_IL: load of the fullest rank over the mean, minus 1, of every iteration and layer.
-    loads_ILW: choices that every rank computes. fetched_I: experts that ranks fetched before an iteration."""
+    imbalance_IL: the load of the fullest rank over the mean, minus 1, of every iteration and layer.
+    loads_ILW: choices that every rank computes. fetched_I: the experts that ranks fetched before an
+    iteration.
+    """
 
     policy: str
     imbalance_IL: Floats
@@ -41,7 +44,7 @@ class Replay:
 
     @property
     def imbalance_I(self) -> Floats:
-        """The mean over layers that had choices, of iterations that had any."""
+        """The imbalance of every iteration that had choices: the mean over layers that had any."""
         means_I = mean_over_layers(self.imbalance_IL, self.loads_ILW)
         return means_I[np.isfinite(means_I)]
 
@@ -56,11 +59,12 @@ def replay(
     pace: Pace | None = None,
     sources: int = 1,
 ) -> Replay:
-    """Plan from `train`, score every iteration of `test`. slots: of all ranks together.
+    """Plan from the loads `train`, and replay every iteration of `test`.
 
-    sources: so many successive iterations of `test` are one, each the tokens of one rank.
+    slots: of all ranks together. sources: this many successive iterations of `test` count as one, as the
+    tokens of as many ranks.
 
-    Raises ValueError for a policy not known, and where policies of engines do not allow the numbers.
+    Raises ValueError if the policy is not known, or if an engine's policy does not allow these numbers.
     """
     if policy not in POLICIES:
         raise ValueError(f"replay: policy {policy!r}; use one of {', '.join(POLICIES)}")
@@ -91,13 +95,13 @@ def replay(
 
 
 def imbalance_of(loads_ILW: Floats) -> Floats:
-    """Max over mean of the last axis, minus 1; 0 where nothing came."""
+    """The maximum over the mean of the last axis, minus 1; 0 where all are 0."""
     mean = loads_ILW.mean(-1)
     return np.where(mean > 0, loads_ILW.max(-1) / np.where(mean > 0, mean, 1) - 1, 0.0)
 
 
 def mean_over_layers(values_IL: Floats, loads_ILW: Floats) -> Floats:
-    """The mean over the layers that had choices, by iteration; NaN where none had."""
+    """The mean over the layers that had choices, for every iteration; NaN for an iteration without any."""
     had_IL = loads_ILW.any(-1)
     number_I = had_IL.sum(1)
     total_I = np.where(had_IL, values_IL, 0.0).sum(1)
@@ -129,7 +133,7 @@ def _shares(load_E: Floats, policy: str, num_ranks: int, slots: int) -> Floats:
 
 
 def join(histories: Sequence[LoadHistory]) -> LoadHistory:
-    """One history after the other. Raises ValueError where they are of different models."""
+    """One history of several, one after the other. Raises ValueError if they are of different models."""
     first = histories[0]
     if any(h.layers != first.layers or h.num_experts != first.num_experts for h in histories):
         raise ValueError("replay: the histories have different layers or experts; record one model")

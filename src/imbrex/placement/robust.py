@@ -1,14 +1,15 @@
-"""Placement for the balanced replica split: whatever a batch brings, enough of it can still be moved.
+"""The search for placements under the balanced split, judged by many past batches.
 
-A layer is judged by the fullest rank that the split would have reached in each of some past batches, over the
-mean, weighted by their tokens. Splitting all batches anew for every change tried is too slow, and the sets of
-ranks that could be crowded are too many, so a few sets are kept (cutting planes): those that were the crowded
-ones of some batch in a placement looked at before. Against these a change costs a small matrix product, and
-what they say is never too high. After some changes all batches are split, which tells whether the placement
-is better in truth; if it is not it is dropped, and in any case its crowded sets are kept too, so that the
-next changes are judged better.
-Example: two ranks, loads 6, 3, 3: with replicas of the first on both, any batch where neither of the others
-exceeds half of it comes out even.
+The cost of a placement is the load of the fullest rank over the mean that the balanced split reaches, in the
+mean over batches, weighted by their tokens. To split all batches again for every change would be too slow. A
+batch's fullest rank is determined by one set of crowded ranks (the minimum cut; see `placement.bounds`), and
+there are too many sets to consider all. So the search keeps the crowded sets of placements that it has split
+already (cutting planes). With them a change costs a small matrix product, and gives a lower bound of the true
+cost. After some changes all batches are split. If the placement is not better, it is dropped; its crowded
+sets are kept in any case, so that later changes are judged better.
+
+Example: two ranks, loads 6, 3, 3. With replicas of the first expert on both ranks, every batch in which
+neither of the other two exceeds half of the load is split evenly.
 """
 
 from __future__ import annotations
@@ -22,21 +23,24 @@ from imbrex.placement.packing import Floats, Held, Ints
 from imbrex.placement.refine import count_moves
 
 MOST_SETS = 96
-"""Crowded sets kept at once; with 192 a change takes a third longer and placements are no better."""
+"""The most crowded sets that are kept. With 192 of them a change takes a third longer, and placements are no
+better."""
 LOOK_COSTS = 30
-"""Proposals that splitting all batches takes the time of."""
+"""The number of proposals that take as long as splitting all batches once."""
 GIVE_UP = 60
-"""Proposals without one that is taken, after which what was taken so far is looked at."""
+"""The number of proposals without an accepted one after which all batches are split."""
 PRICES = (1.6e-2, 8e-3, 4e-3, 2e-3, 1e-3)
-"""Parts of the mean that a fetch must lower the fullest rank by, where one is in use. Dear ones first: at the
-last price alone 31 fetches gained what 16 do (8 ranks, 72 slots, from intent to law)."""
+"""How much an expert that ranks must fetch has to lower the fullest rank, as a share of the mean load, if a
+placement is in use. The search goes from the highest price to the lowest: with the last one alone, 31
+fetches gained what otherwise 16 do (8 ranks, 72 slots)."""
 
 Change = tuple[list[int], Held]
 """Experts, and the ranks that hold them then, bool [W, experts]."""
 
 
 def fullness(history_HE: Floats, replicas_WE: Held) -> Floats:
-    """The fullest rank over the mean under the balanced split, of every batch; 1 without load."""
+    """The load of the fullest rank over the mean under the balanced split, for every batch: float64 [H]; 1
+    without load."""
     mean_H, _ = _means(history_HE, len(replicas_WE))
     return np.maximum(bounds(history_HE, replicas_WE).reached_H / mean_H, 1)
 
@@ -55,10 +59,10 @@ def _means(history_HE: Floats, num_ranks: int) -> tuple[Floats, Floats]:
 
 
 class Crowded:
-    """A placement changed step by step, and the load of every batch that only the sets kept can take.
+    """The state of the search: a placement that is changed step by step, and the crowded sets of every batch.
 
-    base: the placement in use; every expert fetched that is not there in it counts as `price`. best: the
-    placement with the least cost in truth, of those looked at.
+    base: the placement in use; every expert that a rank must fetch compared with it counts as `price`. best:
+    the placement with the lowest true cost so far.
     """
 
     def __init__(self, history_HE: Floats, replicas_WE: Held, base_WE: Held) -> None:
@@ -93,7 +97,8 @@ class Crowded:
         self.several_E = self.held.sum(0) > 1
 
     def look(self) -> bool:
-        """Split all batches by the placement; whether it is the best so far, as which it is kept."""
+        """Split all batches by the present placement, and keep their crowded sets. Returns whether it is the
+        best placement so far; if so it is kept as `best`."""
         known = bounds(self.load_HE, self.held)
         reached = float(np.maximum(known.reached_H / self.mean_H, 1) @ self.weight_H)
         self._seen = known.crowded_HW[known.needed_H > self.mean_H * (1 + 1e-9)]
@@ -104,8 +109,8 @@ class Crowded:
         return better
 
     def restart(self) -> None:
-        """Begin again at the best placement, knowing what was crowded in the one looked at last. Of too many
-        sets those are forgotten that have crowded least."""
+        """Go back to the best placement, and keep what was learnt about crowded sets. If there are too many
+        of them, those that have been crowded least are dropped."""
         self.held = self.best.copy()
         if len(self.sets_AW) + len(self._seen) > MOST_SETS:
             worth_A = np.maximum(self.crowd_HA - 1, 0).sum(0)
@@ -118,8 +123,10 @@ class Crowded:
         self._judge()
 
     def propose(self, batch: float, rank: float, expert: float, other: float, kind: float) -> Change | None:
-        """Let a crowded set of some batch give an expert to a rank outside: a replica in the place of one of
-        an expert with several, or the expert itself for one that the batch wants less. All from 0 to 1."""
+        """Propose a change by which a crowded set of some batch gives an expert to a rank outside of it. The
+        expert either gets a further replica, in the slot of an expert that has several, or it changes
+        places with an expert that the batch chooses less. The arguments are random numbers from 0 to 1
+        that make the choices."""
         at = min(int(self.excess_H.searchsorted(batch * self.excess_H[-1])), len(self.excess_H) - 1)
         replicas_WE, worst = self.held, self.worst_H[at]
         outside, confined = (~self.sets_AW[worst]).nonzero()[0], self.inside_EA[:, worst].nonzero()[0]
@@ -145,7 +152,7 @@ class Crowded:
         return [mine, theirs], columns
 
     def undo(self) -> list[Change]:
-        """Changes that each bring one rank, or two that swap, nearer to the base."""
+        """Changes that bring one rank, or two ranks that swap, nearer to the base."""
         new, gone = self.held & ~self.base, self.base & ~self.held
         changes = []
         for rank, mine in np.argwhere(new).tolist():
@@ -157,7 +164,7 @@ class Crowded:
         return changes
 
     def take(self, change: Change, max_moves: int | None) -> bool:
-        """Take a change where the cost does not rise, or, where fetches have a price, falls."""
+        """Make a change if the cost does not rise or, if fetches have a price, if it falls."""
         experts, columns = change
         base, current = self.base[:, experts], self.held[:, experts]
         moves = self.moves + int((columns & ~base).sum()) - int((current & ~base).sum())
@@ -187,11 +194,12 @@ def harden(
     prices: Sequence[float] = (0.0,),
     max_moves: int | None = None,
 ) -> Held:
-    """A placement with the same slots per rank, at least as good for the balanced split over the history.
+    """The best placement that the search finds, with as many slots on every rank, and at least as good for
+    the balanced split over past batches. Deterministic in all arguments.
 
-    history_HE: tokens per expert of each of H past batches. prices: each expert that a rank must fetch has to
-    lower the fullest rank by so much of the mean, one price after the other. max_moves: fetches at most.
-    Deterministic in all arguments.
+    history_HE: tokens of every expert in H past batches. proposals: the number of changes to try. prices: how
+    much an expert that a rank must fetch has to lower the fullest rank, as shares of the mean; one search for
+    each. max_moves: the most fetches.
     """
     history_HE = history_HE[history_HE.any(1)]
     if len(replicas_WE) < 2 or not len(history_HE):

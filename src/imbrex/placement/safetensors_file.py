@@ -1,6 +1,7 @@
-"""Integers by name in the safetensors format: 8 bytes length, a JSON header, the arrays.
+"""Integer arrays by name in the safetensors format: 8 bytes of length, a JSON header, the arrays. Only what
+recorded loads need.
 
-Source: github.com/huggingface/safetensors, README, "Format". Only what statistics need.
+Source: github.com/huggingface/safetensors, README, "Format".
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ DTYPES = {"I64": "<i8", "I32": "<i4", "I16": "<i2", "U8": "|u1", "F32": "<f4", "
 
 
 def read_arrays(path: Path) -> dict[str, NDArray]:
-    """All arrays of a file. Raises ValueError where it is cut off or something else."""
+    """All arrays of a file. Raises ValueError if it is cut off or of another format."""
     raw = path.read_bytes()
     try:
         length = int.from_bytes(raw[:8], "little")
@@ -35,7 +36,7 @@ def _array(body: bytes, entry: Mapping) -> NDArray:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, NDArray[np.int64]]) -> None:
-    """int64 arrays, in order."""
+    """Write int64 arrays in their order."""
     header, at = {}, 0
     for name, array in arrays.items():
         header[name] = {

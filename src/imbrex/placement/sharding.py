@@ -1,11 +1,12 @@
-"""Groups of devices that each hold all experts: Aristos' Eq. 1 and 2.
+"""The choice of groups of devices, each of which holds all experts: Aristos, Eq. 1 and 2.
 
     min over groupings of   max over groups g of  calls * (compute(g) + max over i in g of C_i)  +  reduce(n)
-    subject to              the experts that a group's devices have room for are all of them
+    subject to              the devices of every group have room for all experts
 
-A larger group has room for more experts, but its rows cross slower links; more groups have more copies of the
-experts, whose gradients are summed. Example: 2 nodes of 2, fast links inside; where both nodes have room for
-all experts, groups {0, 1} and {2, 3} keep every row inside a node.
+C_i is the time in which device i sends its rows. A larger group has room for more experts, but its rows cross
+slower links. More groups have more copies of the experts, whose gradients must be summed. Example: 2 nodes of
+2 devices with fast links inside. If each node has room for all experts, the groups {0, 1} and {2, 3} keep all
+rows inside a node.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from imbrex.cost.network import Network
 from imbrex.placement.layouts import from_slots
 
 MOST_EXACT = 10
-"""Devices up to which all groupings are gone through: 0.5 s on one core."""
+"""The most devices for which all groupings are compared; 10 take 0.5 s on one core."""
 
 Group = tuple[int, ...]
 
@@ -28,8 +29,9 @@ Group = tuple[int, ...]
 class Topology:
     """The devices and the links between them.
 
-    start_DD, byte_DD: seconds of a message and of every byte of it, from device to device. room_D: experts
-    that fit on a device. row_s_D: seconds of one row through an expert."""
+    start_DD, byte_DD: seconds of a message, and of every byte of it, from device to device. room_D: the
+    experts that fit on a device. row_s_D: seconds of one row through an expert.
+    """
 
     start_DD: tuple[tuple[float, ...], ...]
     byte_DD: tuple[tuple[float, ...], ...]
@@ -42,7 +44,7 @@ class Topology:
 
     @staticmethod
     def of(network: Network, *, room: int, row_s: float) -> Topology:
-        """Equal devices on a measured network of two tiers."""
+        """The topology of equal devices on a measured network of two tiers."""
         size = network.nodes * network.size
         node_D = [device // network.size for device in range(size)]
         links = [[network.inside if a == b else network.across for b in node_D] for a in node_D]
@@ -56,10 +58,11 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """The work of the layers that are sharded.
+    """The work of the layers whose experts are placed.
 
-    tokens: of a device and call. expert_bytes: gradients of an expert. calls: of a layer between two sums of
-    gradients over groups, all layers together, kappa of Eq. 1."""
+    tokens: of a device in a call. expert_bytes: the gradients of an expert. calls: of a layer between two
+    sums of gradients over groups, all layers together (kappa of Eq. 1).
+    """
 
     num_experts: int
     tokens: int
@@ -71,17 +74,17 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shards:
-    """Groups by their first device, and the seconds of Eq. 1."""
+    """A grouping, and its seconds by Eq. 1. The groups are in the order of their first devices."""
 
     groups: tuple[Group, ...]
     seconds: float
 
 
 def group_seconds(group: Group, topology: Topology, work: Work) -> float:
-    """The part of Eq. 1 that is a group's; infinite where the experts do not fit.
+    """The part of Eq. 1 that belongs to one group; infinite if the experts do not fit.
 
-    A device computes in proportion to its rate. It sends a token once to a peer that holds one of its
-    experts, dispatch and combine, forward and backward: four times.
+    A device computes in proportion to its rate. It sends a token once to a peer that has one of its experts,
+    four times in all: dispatch and combine, forward and backward.
     """
     if _lack(group, topology, work):
         return float("inf")
@@ -105,7 +108,8 @@ def _seconds(group: Group, topology: Topology, work: Work) -> float:
 
 
 def reduce_seconds(groups: int, topology: Topology, work: Work) -> float:
-    """A ring over the groups that sums the gradients of all experts, at the slowest link."""
+    """The time in which a ring over the groups sums the gradients of all experts, at the rate of the slowest
+    link."""
     if groups == 1:
         return 0.0
     start, byte = (max(max(row) for row in links) for links in (topology.start_DD, topology.byte_DD))
@@ -113,14 +117,14 @@ def reduce_seconds(groups: int, topology: Topology, work: Work) -> float:
 
 
 def total_seconds(groups: Sequence[Group], topology: Topology, work: Work) -> float:
-    """Eq. 1 of a grouping."""
+    """Eq. 1 for a grouping."""
     slowest = max(group_seconds(group, topology, work) for group in groups)
     return slowest + reduce_seconds(len(groups), topology, work)
 
 
 def best_shards(topology: Topology, work: Work) -> Shards:
-    """The best grouping, for each number of groups from those of all subsets: 3^D steps a number. Raises
-    ValueError where no grouping holds the experts."""
+    """The best grouping. For each number of groups it is found by dynamic programming over subsets, in 3^D
+    steps. Raises ValueError if no grouping holds the experts."""
     _check(topology, work)
     size = len(topology.devices)
     every = 1 << size
@@ -151,8 +155,8 @@ def best_shards(topology: Topology, work: Work) -> Shards:
 
 
 def good_shards(topology: Topology, work: Work) -> Shards:
-    """A grouping by merging the devices that are nearest to each other, then by changes of one or two groups
-    until none helps, from every number of groups that the merging passes."""
+    """A good grouping: the nearest devices are merged step by step, and from every number of groups on the
+    way one or two groups are changed until no change helps."""
     _check(topology, work)
     nearness = sorted(
         (topology.start_DD[i][j] + topology.byte_DD[i][j] * work.row_bytes * work.tokens, i, j)
@@ -217,8 +221,8 @@ def shard(topology: Topology, work: Work) -> Shards:
 
 
 def placement_in(group: Group, topology: Topology, work: Work) -> Placement:
-    """The experts on a group's devices, in proportion to their rates as far as there is room: rank r of the
-    placement is device `group[r]`."""
+    """The placement of experts on a group's devices, in proportion to their rates as far as there is room.
+    Rank r of the placement is device `group[r]`."""
     counts = [0] * len(group)
     for _ in range(work.num_experts):
         free = [place for place, i in enumerate(group) if counts[place] < topology.room_D[i]]

@@ -1,4 +1,4 @@
-"""Which replica of an expert takes how many of a rank's choices."""
+"""Splits of choices over replicas: how many of a rank's choices of an expert go to which of its slots."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from imbrex.runtime.words import words
 
 
 def split_evenly(counts_WE: Tensor, placement: Placement) -> Tensor:
-    """Every replica takes an equal share of every rank's choices; what does not divide goes to the replicas
-    from the one at the source rank's number on, so that the remainders of different ranks spread.
+    """The split by which every replica takes an equal share of every rank's choices. A remainder goes to the
+    replicas from the one with the source rank's number on, so that different ranks' remainders go to
+    different replicas.
 
     counts_WE: int64, choices of every rank for every expert. Returns int64 [W, S], the same on every rank.
     Example: 2 ranks with 3 choices each of an expert with 2 replicas: [[2, 1], [1, 2]].
@@ -43,11 +44,11 @@ def _replicas(placement: Placement, device: torch.device) -> tuple[Tensor, Tenso
 
 
 SPLITS: dict[str, Split] = {"balanced": split_balanced, "even": split_evenly, "nearest": split_nearest}
-"""The splits of choices over replicas, by name."""
+"""The splits, by name."""
 
 
 def make_split(split: str | Split) -> Split:
-    """A split by name, or the function itself. Raises ValueError that lists the names known."""
+    """A split by name, or the function itself. Raises ValueError that lists the known names."""
     if not isinstance(split, str):
         return split
     if split not in SPLITS:

@@ -1,4 +1,5 @@
-"""Does the load of one batch tell that of the next? The premise of every balancer, tested on statistics."""
+"""How well the load of one batch predicts that of the next, which every balancer relies on; from recorded
+loads."""
 
 from __future__ import annotations
 
@@ -17,10 +18,13 @@ DECAYS = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
 class Stability:
     """How well loads predict later loads.
 
-    correlation_L: of a layer's loads in neighbouring iterations, over experts, mean over iterations.
-    error_by_decay: mean over layers and iterations of the total-variation distance, 0 to 1, between the next
-    iteration's shares and the decayed sum's. best_decay: the decay with the least. All are of neighbours that
-    both have choices; layers without such are left out."""
+    correlation_L: the correlation over experts of a layer's loads in neighbouring iterations, in the mean
+    over iterations. error_by_decay: the total-variation distance, 0 to 1, between the next iteration's shares
+    and those of the decayed sum, in the mean over layers and iterations. best_decay: the decay with the
+    lowest error.
+
+    Only neighbouring iterations count that both have choices. Layers without such are left out.
+    """
 
     correlation_L: Floats
     error_by_decay: dict[float, float]
@@ -28,7 +32,8 @@ class Stability:
 
 
 def stability(history: LoadHistory) -> Stability:
-    """Raises ValueError with fewer than two iterations, and where no two neighbours have choices."""
+    """How stable a history is. Raises ValueError if it has fewer than two iterations, or no two neighbouring
+    ones with choices."""
     if history.num_iterations < 2:
         raise ValueError("stability: one iteration has no neighbour; give at least 2")
     had_IL = np.asarray(history.counts_ILE.any(-1))
@@ -48,9 +53,9 @@ def stability(history: LoadHistory) -> Stability:
 
 
 def between(histories: Sequence[LoadHistory]) -> Floats:
-    """Correlation of the whole loads of histories with each other, mean over the layers in which both have
-    choices, float64 [H, H]: how much requests, or tasks, resemble each other. Raises ValueError where they
-    are of different models, or have no such layer."""
+    """The correlations of the summed loads of histories with each other, in the mean over layers in which
+    both have choices: float64 [H, H]. They say how much requests, or tasks, resemble each other. Raises
+    ValueError if they are of different models, or have no such layer."""
     loads = [_shares(history.counts_ILE.sum(0)) for history in histories]
     if len({load.shape for load in loads}) > 1:
         raise ValueError("stability: the histories have different layers or experts; give those of one model")
@@ -65,7 +70,7 @@ def _resemblance(left_LE: Floats, right_LE: Floats) -> float:
 
 
 def correlations(left: Floats, right: Floats) -> Floats:
-    """Pearson's, over the last axis; 0 where all experts are equal."""
+    """Pearson's correlation over the last axis; 0 where all experts have equal loads."""
     left, right = left - left.mean(-1, keepdims=True), right - right.mean(-1, keepdims=True)
     scale = np.sqrt((left**2).sum(-1) * (right**2).sum(-1))
     return np.where(scale > 0, (left * right).sum(-1) / np.where(scale > 0, scale, 1), 0.0)
