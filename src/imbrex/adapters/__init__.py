@@ -1,1 +1,1 @@
-"""Other people's doors."""
+"""Adapters by which other libraries' programs and models use imbrex."""

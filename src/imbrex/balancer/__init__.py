@@ -1,4 +1,4 @@
-"""Experts that move while the model runs: statistics, migration, hand-over."""
+"""The online balancer: moves experts between ranks while the model runs."""
 
 from imbrex.balancer.migration import Mover
 from imbrex.balancer.online import OnlineBalancer

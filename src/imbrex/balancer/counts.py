@@ -1,4 +1,4 @@
-"""Choices that every iteration brought to every slot: known on the host at once, or read from a GPU later."""
+"""Choices of every slot in an iteration: known on the host at once, or read from a GPU later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A journal, a JSON line for every step: from it come reports and statistics."""
+"""The balancer's journal: one JSON line a step, from which reports and recorded loads are made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights on their way: from a peer's live slots to staging memory here, while layers compute."""
+"""Moves weights of experts from other ranks' slots to this rank's staging memory, while layers compute."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Everything that belongs to an expert and moves with it: its rows of parameters, buffers and optimizer
-state."""
+"""The tensors that belong to an expert and move with it: rows of parameters, of buffers and of the
+optimizer's state."""
 
 from __future__ import annotations
 

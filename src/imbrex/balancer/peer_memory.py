@@ -1,8 +1,10 @@
-"""Weights on their way over NVLink: by copy engines, from live slots into memory of the rank that wants them.
+"""Moves weights of experts over NVLink: copy engines write from live slots into memory of the rank that needs
+them.
 
-Every rank has staging memory that its peers can address. A rank that holds what another fetches writes it
-there on a stream of its own; the switch copies it into its slots, on the device. So no multiprocessor moves
-weights between GPUs, no host waits where layers run, and slots never change their address.
+Every rank has staging memory that its peers can address. A rank that has an expert which another one fetches
+writes it there, on a stream of its own. At the switch it is copied into the slots, on the device. So no
+multiprocessor is used for moving weights, no host waits while layers run, and slots never change their
+address.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One HTML file with what the balancer did, from its journal."""
+"""An HTML file that shows what the balancer did, from its journal."""
 
 from __future__ import annotations
 

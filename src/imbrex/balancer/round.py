@@ -1,4 +1,4 @@
-"""One migration from its opening to its verdict, and the votes about it."""
+"""A migration from its opening to the decision about it, and the ranks' votes."""
 
 from __future__ import annotations
 

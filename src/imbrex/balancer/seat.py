@@ -1,4 +1,4 @@
-"""One layer as the balancer sees it: its counts, its tensors, its placement."""
+"""A layer under balance: its counts, the tensors that move with its experts, and its placement."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class KeepsCopies(Protocol):
 
 
 class Seat:
-    """A layer under balance. Choices are added up on the device where its kernels split there; elsewhere the
-    seat stands before the replica split and hears them."""
+    """A layer that is attached to a balancer. If the layer's kernels choose replicas, they also add up the
+    choices, on the device. Otherwise `listen` takes the place of the layer's split and adds them up."""
 
     def __init__(self, layer: Layer, pace: Pace, split: Split, book: Book | None) -> None:
         self.layer, self.pace, self.split = layer, pace, split

@@ -1,4 +1,4 @@
-"""Numbers of what the balancer has done."""
+"""Counters of what the balancer has done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long things take: models fitted from measurements. Pure functions."""
+"""Cost models: how long things take, fitted to measurements. Pure functions."""
 
 from imbrex.cost.curve import Curve
 from imbrex.cost.network import COSTS, Link, Load, Network

@@ -1,4 +1,4 @@
-"""Seconds as a function of size, through what was measured."""
+"""Seconds as a function of size, interpolated between measurements."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """Straight lines between measured (size, seconds), sizes ascending; beyond the last point the last line
-    goes on, before the first one the first, never below zero.
+    """A piecewise linear function through measured points (size, seconds), in ascending order of size. Before
+    the first point and behind the last one the nearest line is extended, but not below zero.
 
-    Lines, and not one start-up time and one rate: a product of few rows costs more a row than one of many,
-    and a message below a token bucket's burst goes faster than the rate.
+    It is not a start-up time and a rate, because a product of few rows costs more per row than one of many,
+    and a message that fits into a token bucket's burst goes faster than the rate.
     """
 
     points: tuple[tuple[float, float], ...]
 
     @staticmethod
     def through(measured: Iterable[tuple[float, float]]) -> Curve:
-        """Sizes may stand in any order; of equal sizes the shortest time counts.
-
-        Raises ValueError without a point.
-        """
+        """The curve through points in any order. Of several with the same size the shortest time counts.
+        Raises ValueError if there are none."""
         shortest: dict[float, float] = {}
         for size, seconds in measured:
             shortest[size] = min(seconds, shortest.get(size, seconds))

@@ -1,1 +1,2 @@
-"""How processes start and meet: local ranks, a network of namespaces, factors of the world."""
+"""How the processes of a run start and find each other: local ranks, emulated networks, and how ranks are
+divided."""

@@ -1,4 +1,4 @@
-"""How the ranks of a run divide into data, expert and tensor parallelism."""
+"""How the ranks of a run are divided into data, expert and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Factors:
-    """data * expert * tensor ranks; consecutive ranks share the experts of one copy of the model.
+    """The sizes data * expert * tensor; consecutive ranks share one copy of the experts.
 
-    same_tokens: the ranks that share experts hold the same tokens (transport `allreduce`).
+    same_tokens: whether the ranks that share experts have the same tokens (transport `allreduce`).
     """
 
     data: int
@@ -27,20 +27,20 @@ class Factors:
 
     @property
     def sharing(self) -> int:
-        """Ranks that hold one copy of all experts between them."""
+        """The number of ranks that hold one copy of all experts."""
         return self.expert * self.tensor
 
     @property
     def token_ranks(self) -> int:
-        """Parts that the global batch is divided into."""
+        """The number of parts of the global batch."""
         return self.data if self.same_tokens else self.num_ranks
 
     def part(self, rank: int) -> int:
-        """Which part of the global batch `rank` takes."""
+        """The index of the part of the global batch that `rank` has."""
         return rank // self.sharing if self.same_tokens else rank
 
     def slice(self, rank: int, batch: int) -> slice:
-        """The sequences of a global batch that `rank` takes; parts differ by one sequence at most."""
+        """The sequences of the global batch that `rank` has. The sizes of parts differ by at most one."""
         part, parts = self.part(rank), self.token_ranks
         return slice(part * batch // parts, (part + 1) * batch // parts)
 
@@ -48,9 +48,9 @@ class Factors:
 def factorise(
     num_ranks: int, *, expert: int | None = None, tensor: int = 1, same_tokens: bool = False
 ) -> Factors:
-    """`expert` is by default all that `tensor` leaves.
+    """Divide the ranks. expert: by default all ranks that `tensor` leaves.
 
-    Raises ValueError where the factors do not divide the ranks.
+    Raises ValueError if the factors do not divide the ranks.
     """
     for name, value in (("--ranks", num_ranks), ("--ep", 1 if expert is None else expert), ("--tp", tensor)):
         if value < 1:
@@ -69,10 +69,8 @@ def factorise(
 def make_groups(
     factors: Factors, timeout_s: float
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """This rank's group of ranks that share experts, and its group of ranks with the same experts.
-
-    Every rank must call it. `None` where the group would hold this rank alone.
-    """
+    """Make this rank's two groups: of the ranks that share experts with it, and of those that hold the same
+    experts. `None` in place of a group of this rank alone. Every rank must call it."""
     rank, sharing = dist.get_rank(), factors.sharing
     shares, copies = None, None
     for first in range(0, factors.num_ranks, sharing):
@@ -89,6 +87,6 @@ def make_groups(
 def new_group(
     ranks: Sequence[int] | None, timeout_s: float, *, backend: str | None = None
 ) -> dist.ProcessGroup | None:
-    """A group whose collectives fail after `timeout_s`; `None` for a rank outside it."""
+    """Make a group whose collectives fail after `timeout_s` seconds; `None` for a rank that is not in it."""
     group = dist.new_group(ranks and list(ranks), timedelta(seconds=timeout_s), backend)
     return group if isinstance(group, dist.ProcessGroup) else None

@@ -1,9 +1,8 @@
-"""Ranks that do not fit into this machine's memory are refused before the first one starts.
+"""Refuses ranks that do not fit into this machine's memory, before the first one starts.
 
-A thousand ranks take a machine down with everything else on it: each is a Python with torch of its own. What
-one takes of memory that no other shares, measured while `imbrex tune` and `imbrex demo` ran on the CPU: 160
-to 235 MB, before tokens and experts. So an estimate that is too low refuses what cannot work, and nothing
-that could.
+Every rank is a Python process with its own torch, and a thousand of them would make the whole machine stop. A
+rank takes 160 to 235 MB that it shares with no other, measured while `imbrex tune` and `imbrex demo` ran on
+the CPU, before tokens and experts. The estimate here is a lower bound, so nothing that could run is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def available_bytes(meminfo: Path = MEMINFO) -> int | None:
-    """Memory that new processes can have without swapping; None where the system does not say it there."""
+    """The memory that new processes can have without swapping, in bytes; `None` if the system does not
+    say."""
     try:
         lines = meminfo.read_text().splitlines()
     except OSError:
@@ -30,8 +30,8 @@ SMALLER = "give fewer --tokens, or a smaller layer with --scale"
 def why_not_start(
     num_ranks: int, available: int | None, layer_bytes: int = 0, smaller: str = SMALLER
 ) -> str | None:
-    """Why `num_ranks` processes with torch, and what they hold together, do not fit into `available` bytes,
-    or `None`. smaller: how to make the latter less."""
+    """Why `num_ranks` processes with torch, and the `layer_bytes` that they hold together, do not fit into
+    `available` bytes, or `None`. smaller: advice how to need less."""
     needed = num_ranks * RANK_BYTES + layer_bytes
     if available is None or needed <= available:
         return None
@@ -56,8 +56,8 @@ def _gigabytes(count: int) -> str:
 
 
 def check_memory(num_ranks: int, layer_bytes: int = 0, smaller: str = SMALLER) -> None:
-    """Raise ValueError where `num_ranks` ranks cannot be held by this machine. layer_bytes: what they hold
-    together, at least, beside what each takes; smaller: how to make that less."""
+    """Raise ValueError if this machine's memory cannot hold `num_ranks` ranks. layer_bytes: what they hold
+    together at least, besides torch. smaller: advice how to need less."""
     reason = why_not_start(num_ranks, available_bytes(), layer_bytes, smaller)
     if reason is not None:
         raise ValueError(reason)

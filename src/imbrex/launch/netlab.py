@@ -1,11 +1,12 @@
-"""`imbrex netlab run --nodes 2 --ranks-per-node 4 --inter 1gbit -- train.py`: two tiers on one machine.
+"""An emulated network of two tiers on one machine: `imbrex netlab run --nodes 2 --ranks-per-node 4 --inter
+1gbit -- train.py`.
 
-Every node is a network namespace with one link to a switch, which a token bucket limits in both directions.
-Nothing is attached to the host's network and there is no default route. It all lives in a mount and network
-namespace of one `unshare`d process: when that ends, however it ends, the kernel removes everything.
+Every node is a network namespace with one link to a switch, whose rate is limited by a token bucket in both
+directions. Nothing is attached to the host's network, and there is no default route. All namespaces belong to
+one `unshare`d process: when it ends, however it ends, the kernel removes everything.
 
-With `--gpus` a node is some of this machine's GPUs, which NCCL takes for a host (`NCCL_HOSTID`): it sends
-between nodes over its sockets, at their rate, and inside as it does anyway.
+With `--gpus` a node is a subset of this machine's GPUs that NCCL takes for a host (`NCCL_HOSTID`): it uses
+sockets between nodes, at their own rate, and NVLink or PCIe inside.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from imbrex.runtime.waits import MAX_TIMEOUT_S
 
 EXIT_LATE = 124
 GRACE_S = 2.0
-"""How long the other ranks may still speak when one has failed."""
+"""Seconds that other ranks have to report after one has failed."""
 INSIDE = "IMBREX_NETLAB_INSIDE"
 RATE = re.compile(r"(?=.*[1-9])\d+(\.\d+)?[kmg]?bit", re.IGNORECASE)
 COMMAND = "IMBREX_NETLAB_COMMAND"
-"""The variable that tells ranks how they were started, so that a benchmark can write it into its results."""
+"""The variable that tells ranks by which command they were started, so that a benchmark can write it into its
+results."""
 SUBNET = "198.18.7"
-"""A subnet of the range for benchmarks, RFC 2544; it exists in the namespaces only."""
+"""A subnet of the range for benchmarks (RFC 2544); it exists inside the namespaces only."""
 MEETING = {
     "MASTER_ADDR": f"{SUBNET}.1",
     "MASTER_PORT": "29511",
@@ -46,7 +48,8 @@ MEETING = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """The largest exit code of the ranks that ended by themselves; 124 after the time-out."""
+    """Run the command on all ranks. Returns the largest exit code of ranks that ended by themselves, or 124
+    after the time-out."""
     command = list(args.command)
     while command[:1] == ["--"]:
         command.pop(0)
@@ -62,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace, command: list[str]) -> None:
-    """Raise ValueError for what cannot be built."""
+    """Raise ValueError if such a network cannot be built."""
     _check_ranks(args, command)
     for name in ("inter", "intra"):
         rate = getattr(args, name)
@@ -75,7 +78,8 @@ def check(args: argparse.Namespace, command: list[str]) -> None:
 
 
 def check_gpus(args: argparse.Namespace, command: list[str]) -> None:
-    """Raise ValueError where there are fewer GPUs than ranks, or rates that nobody would keep."""
+    """Raise ValueError if there are fewer GPUs than ranks, or if rates are given, which `--gpus` cannot
+    limit."""
     _check_ranks(args, command)
     if args.inter or args.intra:
         raise ValueError("netlab: --inter and --intra limit namespaces; with --gpus leave them out")
@@ -133,12 +137,12 @@ def _options(args: argparse.Namespace) -> list[str]:
 
 
 def started_by() -> str:
-    """The command that started this rank, up to the script."""
+    """The command by which this rank was started, up to the script."""
     return os.environ.get(COMMAND) or f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', 1)}"
 
 
 def build(args: argparse.Namespace) -> None:
-    """Namespaces n0, n1, ... and a switch; each node's link limited on its way out and in."""
+    """Make the namespaces n0, n1, ... and a switch, with each node's link limited in both directions."""
     _run("mount", "-t", "tmpfs", "none", "/run")
     Path("/run/netns").mkdir()
     for line in plan(args.nodes, args.inter, args.intra):
@@ -148,8 +152,8 @@ def build(args: argparse.Namespace) -> None:
 def plan(nodes: int, inter: str, intra: str) -> list[str]:
     """The commands that make the network.
 
-    A bucket of 256 KiB: with 64 KiB a link loses packets when both directions are full; messages below half a
-    megabyte go faster than the rate.
+    A bucket holds 256 KiB: with 64 KiB a link loses packets if both directions are full. Messages below half
+    a megabyte go faster than the rate.
     """
     bucket = "burst 256kb limit 64mb"
     lines = ["ip link set lo up", "ip link add br0 type bridge", "ip link set br0 up"]

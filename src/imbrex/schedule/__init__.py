@@ -1,1 +1,1 @@
-"""Orders of a layer's tasks and what they take: pure arithmetic, no tensors moved."""
+"""Schedules of a layer's tasks, and the time they take: pure arithmetic, no tensors are moved."""

@@ -1,4 +1,4 @@
-"""The scheduler and the number of chunks that a profile says end first."""
+"""The choice of a scheduler and a number of chunks, from a profile of the layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from imbrex.schedule.schedulers import SCHEDULERS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """Predicted seconds of the forward, planning included, and of the backward."""
+    """A scheduler and a number of chunks, with the predicted seconds of the forward, planning included, and
+    of the backward."""
 
     scheduler: str
     degree: int
@@ -25,15 +26,15 @@ class Choice:
 
 
 def candidates(degree: int, scheduler: str | None = None) -> list[str]:
-    """Schedulers worth a try: `exact` as far as it goes, and `optsche`, which is better where tasks take
-    other times than a profile says; or the only one asked for."""
+    """The schedulers worth comparing: `exact`, for as many chunks as it can do, and `optsche`, which is
+    better if tasks take other times than the profile says. scheduler: the only candidate, if given."""
     if scheduler is not None:
         return [scheduler]
     return ["optsche", "exact"] if 1 < degree <= MOST_CHUNKS else ["optsche"]
 
 
 def predict(profile: Profile, scheduler: str, degree: int) -> Choice:
-    """Predict the seconds of a scheduler with `degree` equal chunks."""
+    """The predicted seconds of a scheduler with `degree` equal chunks."""
     forward, backward = (SCHEDULERS[scheduler](times) for times in profile.even_times(degree))
     ratios = profile.correction(scheduler, degree)
     return Choice(
@@ -47,7 +48,8 @@ def predict(profile: Profile, scheduler: str, degree: int) -> Choice:
 def choose(
     profile: Profile, degrees: Sequence[int] = (1, 2, 3, 4, 6, 8), scheduler: str | None = None
 ) -> Choice:
-    """The fastest of `degrees` and their candidates; of equals, the fewest chunks, then the simplest."""
+    """The candidate with the shortest predicted time. Of equal ones the one with the fewest chunks, then the
+    simplest."""
     predictions = [predict(profile, name, r) for r in degrees for name in candidates(r, scheduler)]
     return min(predictions, key=lambda choice: (choice.seconds, choice.degree))
 

@@ -1,4 +1,5 @@
-"""How long an order takes where computing and moving slow each other down: they share cores, or memory."""
+"""The time of an order if computing and moving slow each other down, because they share cores or memory
+bandwidth."""
 
 from __future__ import annotations
 
@@ -10,17 +11,17 @@ from imbrex.schedule.tasks import Order, Task
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contention:
-    """How many times longer a task takes while the other line is busy too: `compute` while rows move, `moves`
-    while something is computed. At least 1."""
+    """Slowdown factors, at least 1: `compute` of a computing task while rows move, `moves` of a move while
+    something is computed."""
 
     compute: float = 1.0
     moves: float = 1.0
 
     def makespan(self, order: Order, times: Mapping[Task, float]) -> float:
-        """Seconds until everything is over. Example: one second of computing beside one second of moving
-        that slow each other down by 1.5 end after 1.5 seconds.
+        """The seconds of an order. Example: one second of computing and one of moving at the same time, which
+        slow each other down by 1.5, end after 1.5 seconds.
 
-        Raises ValueError where the two lines wait for each other.
+        Raises ValueError if tasks wait for each other in a circle.
         """
         lines, at, clock = (order.compute, order.moves), [0, 0], 0.0
         left = [times[line[0]] if line else 0.0 for line in lines]
@@ -46,12 +47,13 @@ def _ready(task: Task, over: set[Task]) -> bool:
 
 
 def fit(compute: float, move: float, beside: float, together: float) -> Contention:
-    """The contention that explains four times, in seconds: computing alone, moving alone, the computing
-    beside the move, and both until the later ended. The move began first and, where possible, was the
-    longer one.
+    """The slowdown factors that explain four measured times, in seconds: computing alone, moving alone, the
+    computing while rows move (`beside`), and both until the later one ends (`together`). The move starts
+    first, and should be the longer one.
 
-    Example: 1 and 2 alone; beside each other the computing takes 1.5, and after 2.75 both are over. So the
-    move had 1.25 left when the computing was over: 0.75 of it was done in 1.5, at half its speed.
+    Example: computing takes 1 alone, moving 2. At the same time the computing takes 1.5, and both have ended
+    after 2.75. So the move had 1.25 left when the computing ended: it did 0.75 in 1.5 seconds, half its
+    speed.
     """
     slow_compute = max(1.0, beside / compute) if compute > 0 else 1.0
     after = max(0.0, together - beside)

@@ -1,10 +1,11 @@
-"""The order of tasks that ends first: a search over all orders, with what cannot lead to it cut off.
+"""The scheduler `exact`: the order of tasks with the shortest time, by a search over all orders that drops
+those which cannot be best.
 
-A state says how far every chunk has come. It is reached with several labels: when the processor and the
-network are free, and when each chunk's last task is over. A label is dropped where another of the same state
-is nowhere later, or where what is left to do cannot end before the best order known. Every order of the two
-lines is a path through the states, so the best path is the best order, for chunks of any sizes and kinds of
-any times.
+A state says how many tasks of every chunk are done. It can be reached at different times, which are its
+labels: when the processor and the network are free, and when each chunk's last task ends. A label is dropped
+if another label of the state is nowhere later, or if the remaining tasks cannot end before the best order
+known. Every order is a path through the states, so the best path is the best order, whatever the sizes of
+chunks and the times of kinds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ MOST_CHUNKS = 4
 
 
 def exact(times: Times) -> Order:
-    """The best order of up to 4 chunks. Raises ValueError beyond: use `optsche` there."""
+    """The best order of up to 4 chunks. Raises ValueError for more: use `optsche` there."""
     degree = chunks_of(times)
     if degree > MOST_CHUNKS:
         raise ValueError(

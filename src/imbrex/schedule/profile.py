@@ -1,4 +1,5 @@
-"""How long the tasks of a layer take at any chunk size, and what an order of them takes."""
+"""Measured times of a layer's tasks, for chunks of any size, and the time of an order that follows from
+them."""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ from imbrex.schedule.contention import Contention
 from imbrex.schedule.tasks import Kind, Order, Times, tasks
 
 Points = Mapping[str, Sequence[tuple[float, float]]]
-"""Pairs (tokens of a chunk, seconds) as measured, by the kind of task, and `plan`."""
+"""Measured pairs (tokens of a chunk, seconds) by kind of task, and of `plan`, (number of chunks, seconds)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """Measured times of a layer's tasks: seconds of the slowest rank, tokens of the rank that has most.
+    """Measured times of a layer's tasks: seconds of the slowest rank. tokens: of the rank with the most.
 
-    contention: how much computing and moving slow each other down. whole: by scheduler and number of chunks,
-        the measured over the predicted time of the whole layer, forward and backward.
+    contention: by how much computing and moving slow each other down. whole: by scheduler and number of
+    chunks, the measured over the predicted time of the whole layer, forward and backward.
     """
 
     tokens: int
@@ -32,25 +33,27 @@ class Profile:
     whole: Mapping[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
 
     def times(self, sizes: Sequence[float], *, backward: bool = False) -> Times:
-        """Seconds of every task of chunks of `sizes` tokens."""
+        """The seconds of every task, for chunks of `sizes` tokens."""
         points = self.backward if backward else self.forward
         curves = {kind: Curve.through(points[kind.name]) for kind in Kind if kind.name in points}
         every = tasks(len(sizes), weights=Kind.weights in curves)
         return {t: curves[t.kind](sizes[t.chunk]) for t in every}
 
     def even_times(self, degree: int) -> tuple[Times, Times]:
-        """Seconds of every task of `degree` equal chunks, forward and backward."""
+        """The seconds of every task of `degree` equal chunks, of the forward and of the backward."""
         sizes = [self.tokens / degree] * degree
         return self.times(sizes), self.times(sizes, backward=True)
 
     def makespan(self, order: Order, *, backward: bool = False) -> float:
-        """Seconds of an order of equal chunks as its tasks add up, planning included in the forward's."""
+        """The seconds of an order of equal chunks, from the times of its tasks; in the forward with
+        planning."""
         times = self.even_times(order.degree)[backward]
         return self.contention.makespan(order, times) + (0.0 if backward else self.planning(order.degree))
 
     def correction(self, scheduler: str, degree: int) -> tuple[float, float]:
-        """Factors for the makespans, forward and backward: as measured, else those of another scheduler with
-        as many chunks, else on a line between the measured numbers of chunks."""
+        """The measured over the predicted time, forward and backward. If it was not measured for this
+        scheduler, that of another one with as many chunks; otherwise interpolated between the measured
+        numbers of chunks."""
         if (scheduler, degree) in self.whole:
             return self.whole[scheduler, degree]
         if not self.whole:
@@ -67,11 +70,11 @@ class Profile:
         return forward(place), backward(place)
 
     def planning(self, degree: int) -> float:
-        """Seconds until the first task of a forward with so many chunks."""
+        """The seconds before the first task of a forward with `degree` chunks."""
         return Curve.through(self.forward["plan"])(degree)
 
     def save(self, path: Path | str, layer: Mapping[str, Any] | None = None) -> None:
-        """Write the profile. layer: what it was measured of, in values that JSON has."""
+        """Write the profile to a file. layer: the settings of the layer that was measured, as JSON values."""
         written: dict[str, Any] = {"layer": layer or {}, "tokens": self.tokens}
         written |= {"forward": dict(self.forward), "backward": dict(self.backward)}
         written["contention"] = {"compute": self.contention.compute, "moves": self.contention.moves}
@@ -80,7 +83,8 @@ class Profile:
 
     @staticmethod
     def load(path: Path | str, layer: Mapping[str, Any] | None = None) -> Profile:
-        """Raises ValueError where the file is not a profile, or one of another layer than `layer`."""
+        """Read a profile. Raises ValueError if the file is no profile, or is of another layer than
+        `layer`."""
         try:
             read = json.loads(Path(path).read_text(encoding="utf-8"))
             profile = Profile(

@@ -1,4 +1,4 @@
-"""Orders of tasks by rule, whatever times the tasks have."""
+"""Schedulers by fixed rules, which do not depend on the tasks' times."""
 
 from __future__ import annotations
 
@@ -6,35 +6,39 @@ from imbrex.schedule.tasks import Kind, Order, Task, Times
 
 
 def chunks_of(times: Times) -> int:
-    """The number of chunks that the tasks belong to."""
+    """The number of chunks of the tasks."""
     return 1 + max(task.chunk for task in times)
 
 
 def stages(times: Times, *stages: tuple[Kind, ...]) -> list[Task]:
-    """All tasks, stage by stage: the kinds of a stage for chunk 0, for chunk 1, and so on."""
+    """The tasks stage by stage; a stage is some kinds of tasks, which are done for chunk 0, then for chunk 1,
+    and so on."""
     degree = chunks_of(times)
     return [Task(kind=kind, chunk=chunk) for kinds in stages for chunk in range(degree) for kind in kinds]
 
 
 def sequential(times: Times) -> Order:
-    """One task after the other, chunk by chunk: nothing overlaps."""
+    """One task after the other, chunk by chunk, without overlap."""
     order = [Task(kind=kind, chunk=c) for c in range(chunks_of(times)) for kind in Kind]
     return Order.of([task for task in order if task in times])
 
 
 def stage_major(times: Times) -> Order:
-    """Every kind for all chunks before the next kind, as Tutel runs."""
+    """Every kind of task for all chunks before the next kind, as in Tutel."""
     return Order.of([task for task in stages(times, *((kind,) for kind in Kind)) if task in times])
 
 
 def optsche(times: Times) -> Order:
-    """ScheMoE's order (Eq. 12 to 14): all encoding, then decode, experts and encode chunk by chunk, then
-    all decoding; the moves in the order their chunks are ready. Best where all chunks are alike and a kind
-    takes the same out and back. Elsewhere it may take up to twice as long as the best, and no longer, as one
-    of the two lines is always busy. Weight gradients fill the wait for what returns: they stand between the
-    last encoding and the last decoding.
-    Example: of two chunks, one's `encode_out` and `move_back` and the other's `move_out` and `decode_back`
-    take a second each, all else nothing: 4 seconds, where 2 are enough.
+    """The order of ScheMoE (Eq. 12 to 14): all encoding; then, chunk by chunk, decode, experts and encode;
+    then all decoding. Moves are in the order in which their chunks are ready.
+
+    It is the best order if all chunks are equal and every kind takes the same time out and back. Otherwise it
+    may take up to twice as long as the best, but no longer, as the processor or the network is always busy.
+    In the backward the weights' gradients fill the time until rows return: they are between the last encoding
+    and the last decoding.
+
+    Example: of two chunks, `encode_out` and `move_back` of one and `move_out` and `decode_back` of the other
+    take a second each, everything else nothing. This order takes 4 seconds, the best one 2.
     """
     last = [Task(kind=Kind.weights, chunk=c) for c in range(chunks_of(times))]
     middle = stages(times, (Kind.decode_out, Kind.experts, Kind.encode_back, Kind.move_back))

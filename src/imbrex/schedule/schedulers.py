@@ -23,7 +23,7 @@ SCHEDULERS: dict[str, Scheduler] = {
 
 
 def register(name: str, scheduler: Scheduler) -> None:
-    """Let `schedule=name` stand for `scheduler`. Raises ValueError where the name is taken."""
+    """Let `schedule=name` stand for `scheduler`. Raises ValueError if the name is taken."""
     if SCHEDULERS.get(name, scheduler) is not scheduler:
         raise ValueError(f"schedule: the name {name!r} is taken; choose another")
     SCHEDULERS[name] = scheduler

@@ -1,10 +1,11 @@
-"""The seven tasks of a chunk of tokens, what must precede what, and how long an order of them takes.
+"""The seven tasks of a chunk of tokens, their dependencies, and the time of an order of them.
 
     encode_out ─▶ move_out ─▶ decode_out ─▶ experts ─▶ encode_back ─▶ move_back ─▶ decode_back
 
-The two moves share the network, the others the processor; each does one task at a time (ScheMoE, section 4).
-The backward has the same seven: gradients of the outputs go out, those of the tokens come back. There
-`weights` may stand beside them: the gradients of the parameters, which only `experts` must precede.
+The two moves use the network, the other tasks the processor. Each of the two does one task at a time
+(ScheMoE, section 4). The backward has the same seven tasks: gradients of the outputs are sent to the experts,
+and gradients of the tokens come back. It may also have the tasks `weights`, which compute the gradients of
+the parameters, and depend on `experts` alone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from enum import IntEnum
 
 
 class Kind(IntEnum):
-    """The kinds of tasks, in the order in which a chunk meets them."""
+    """The kinds of tasks, in the order of their dependencies."""
 
     encode_out = 0
     move_out = 1
@@ -33,7 +34,7 @@ CHAIN = tuple(kind for kind in Kind if kind != Kind.weights)
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Task:
-    """One kind of work on one chunk; chunks count from 0."""
+    """A task: one kind of work on one chunk. Chunks are numbered from 0."""
 
     kind: Kind
     chunk: int
@@ -44,7 +45,7 @@ class Task:
 
     @property
     def before(self) -> Task | None:
-        """The task that must be over before this one begins."""
+        """The task that must end before this one starts; `None` for the first."""
         if self.kind == Kind.encode_out:
             return None
         kind = Kind.experts if self.kind == Kind.weights else Kind(self.kind - 1)
@@ -66,15 +67,15 @@ Times = Mapping[Task, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """Two lines of tasks, the processor's and the network's. A task begins when the one before it in its
-    line and the one before it in its chunk are both over."""
+    """Two sequences of tasks, the processor's and the network's. A task starts when the one before it in its
+    sequence and the one that it depends on have ended."""
 
     compute: tuple[Task, ...]
     moves: tuple[Task, ...]
 
     @staticmethod
     def of(sequence: Sequence[Task]) -> Order:
-        """Divide one sequence of all tasks into the two lines."""
+        """The order of one sequence of all tasks, divided into the two."""
         return Order(
             compute=tuple(t for t in sequence if not t.is_move), moves=tuple(t for t in sequence if t.is_move)
         )
@@ -85,9 +86,9 @@ class Order:
 
 
 def run(order: Order, times: Times) -> tuple[float, dict[Task, float]]:
-    """When everything is over, and when each task begins, if each begins as soon as it can.
+    """The time at which an order ends, and the start of every task, if each starts as soon as it can.
 
-    Raises ValueError where the two lines wait for each other.
+    Raises ValueError if the tasks wait for each other in a circle.
     """
     begins: dict[Task, float] = {}
     over: dict[Task, float] = {}
@@ -111,12 +112,13 @@ def run(order: Order, times: Times) -> tuple[float, dict[Task, float]]:
 
 
 def makespan(order: Order, times: Times) -> float:
-    """Seconds that an order takes, from the first task to the end of the last."""
+    """The seconds of an order, from the start of the first task to the end of the last."""
     return run(order, times)[0]
 
 
 def check(order: Order, degree: int, *, weights: bool = False) -> None:
-    """Raise ValueError unless `order` has all tasks of `degree` chunks once, each in its line, and ends."""
+    """Raise ValueError unless `order` has every task of `degree` chunks once, in the right sequence, and can
+    run to its end."""
     expected = set(tasks(degree, weights=weights))
     for line, name, is_move in ((order.compute, "compute", False), (order.moves, "moves", True)):
         strangers = [t for t in line if t not in expected or t.is_move != is_move]

@@ -1,11 +1,11 @@
-"""The doors for programs written for DeepEP: its legacy `Buffer`, V2's `ElasticBuffer` in its compact mode,
+"""DeepEP's interfaces on top of imbrex: its first one, `Buffer`; V2's `ElasticBuffer` in its compact mode;
 and NVIDIA's `HybridEPBuffer`.
 
     import imbrex.adapters.deep_ep
-    imbrex.adapters.deep_ep.install()      # then `import deep_ep` finds this
+    imbrex.adapters.deep_ep.install()      # from then on `import deep_ep` finds this package
     from deep_ep import Buffer, HybridEPBuffer
 
-They run wherever the group communicates: gloo on CPUs, NCCL on GPUs.
+They run on every process group: gloo on CPUs, NCCL on GPUs.
 """
 
 from imbrex.adapters.deep_ep.config import Config

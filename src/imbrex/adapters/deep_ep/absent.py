@@ -1,4 +1,4 @@
-"""Calls of DeepEP that the doors do not lead to, each with its reason in one sentence."""
+"""Calls of DeepEP that are not offered here, each with its reason in one sentence."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The contract of a buffer's backend, and what both backends have.
+"""The contract of a buffer's backend, and what its two implementations share.
 
-Rows are received by source rank, then token, the own rank's in their place, so that their order depends on
-the routing alone. Example, two ranks: tokens 0 and 2 of rank 0 and tokens 0 and 1 of rank 1 want rank 1. It
-receives four rows, (0, 0), (0, 2), (1, 0), (1, 1), of which the first two crossed; bringing home gives rank 0
-two sums.
+Received rows are ordered by source rank, then token, with this rank's own rows in their place. So the order
+depends on the routing alone. Example with two ranks: tokens 0 and 2 of rank 0 and tokens 0 and 1 of rank 1
+want rank 1. It receives four rows, (0, 0), (0, 2), (1, 0), (1, 1), the first two from the other rank. On the
+way back rank 0 gets two sums.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A routing as a map over all experts, and as a few ids a token, which is what crosses the wire."""
+"""Conversion of a routing between a map over all experts and a few ids per token, which is what crosses the
+wire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configuration of a legacy call, as programs construct, compare and hand it on."""
+"""The configuration object of DeepEP's first interface, which programs construct, compare and pass on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first halves of both dispatches of a `HybridEPBuffer`: from a routing to compact rows received."""
+"""The first half of both dispatches of a `HybridEPBuffer`: from a routing to the compact rows that arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`import deep_ep` that finds this adapter."""
+"""Makes `import deep_ep` find this adapter."""
 
 from __future__ import annotations
 

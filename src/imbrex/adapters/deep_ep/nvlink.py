@@ -1,9 +1,11 @@
-"""Rows over NVLink for a buffer: the kernels write them where they are wanted, and nobody asks the host.
+"""A buffer's backend over NVLink: kernels write rows straight to the GPU where they are needed, without the
+host.
 
-The kernels know experts, the own tokens' and all others' choices, so one routing gives both layouts. A
-*compact* row, a token once on a rank, is an expert-major row of a rank with one expert: pulled straight into
-the tensor that is returned, the own rank's in their place. Example, two experts on this rank, positions of
-three tokens' choices [[0, -1], [-1, -1], [1, 2]]: tokens 0 and 2 are received, compact positions 0, -1, 1.
+The kernels know the experts of this rank's tokens and of all others', so one routing gives both layouts. A
+*compact* row, one per token on a rank, is an expert-major row of a rank with a single expert. It is pulled
+straight into the returned tensor, with this rank's own rows in their place. Example: two experts on this
+rank; the positions of three tokens' choices are [[0, -1], [-1, -1], [1, 2]]. Tokens 0 and 2 are received, and
+the compact positions are 0, -1, 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which backend a buffer has."""
+"""The choice of a buffer's backend."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The way from compact rows, a token received once, to expert-major rows, a token once per local expert.
+"""Conversion of compact rows, one per received token, to expert-major rows, one per token and local expert.
 
-Example: two local experts, padded to a multiple of 2; three rows received want [0, 1], [1], [0]. Expert 0 has
-the rows 0 and 2, expert 1 the rows 0 and 1: rows [0, 2, 0, 1], counts [2, 2]. With a budget of 2 rows, expert
-1 gets nothing.
+Example: two local experts, padded to a multiple of 2 rows; three received rows want [0, 1], [1] and [0].
+Expert 0 gets the rows 0 and 2, expert 1 the rows 0 and 1: rows [0, 2, 0, 1], counts [2, 2]. With a budget of
+2 rows, expert 1 gets nothing.
 """
 
 from __future__ import annotations

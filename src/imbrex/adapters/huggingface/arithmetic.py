@@ -1,6 +1,7 @@
-"""The arithmetic of transformers' routers, for who wants a replaced block to choose what theirs chooses.
+"""The arithmetic of transformers' routers, for replaced blocks that must choose exactly the experts that
+theirs choose.
 
-imbrex computes logits, scores and weights in float32. transformers 5.23, for tokens in bfloat16:
+imbrex computes logits, scores and weights in float32. For bfloat16 tokens transformers 5.23 computes:
 
     Mixtral              logits rounded to bfloat16; scores, choice and weights from them in float32
     Qwen2-MoE, Qwen3-MoE the same, and the weights rounded to bfloat16

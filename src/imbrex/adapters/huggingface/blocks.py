@@ -1,4 +1,4 @@
-"""Replacing the Mixture-of-Experts blocks of a transformers model, and the way back."""
+"""Replaces the Mixture-of-Experts blocks of a transformers model by layers, and puts them back."""
 
 from __future__ import annotations
 

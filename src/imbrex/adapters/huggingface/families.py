@@ -1,4 +1,4 @@
-"""The `MoEConfig` of every family of models that is known here."""
+"""The `MoEConfig` of every supported family of models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All experts of a layer from the ranks that hold them, and what these ranks agree on meanwhile."""
+"""Gathers all experts of a layer from the ranks that hold them."""
 
 from __future__ import annotations
 

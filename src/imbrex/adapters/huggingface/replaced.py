@@ -1,4 +1,4 @@
-"""A layer that stands in the place of a transformers block, and what it knows of that block."""
+"""The layer that takes the place of a transformers block, with what it must know of that block."""
 
 from __future__ import annotations
 

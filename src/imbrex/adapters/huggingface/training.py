@@ -1,6 +1,7 @@
-"""`Trainer` of transformers with replaced blocks: what every rank must do that it does on one, or not at all.
+"""A callback for transformers' `Trainer` with replaced blocks. `Trainer` does some things on one rank only,
+or not at all, in which every rank must take part.
 
-Trainer(model=model, args=args, callbacks=[ReplacedBlocks()], ...)
+    Trainer(model=model, args=args, callbacks=[ReplacedBlocks()], ...)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A block's weights, from a module or a checkpoint, into the layer of this rank."""
+"""Copies a block's weights, from a module or a checkpoint, into this rank's layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Aristos' asynchronous execution: nobody waits for all, and patience is counted (docs/events.md)."""
+"""The schedule `events`, after Aristos: ranks exchange packets without a barrier, and may leave out late
+peers (docs/events.md)."""
 
 from __future__ import annotations
 

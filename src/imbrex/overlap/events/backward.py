@@ -1,6 +1,5 @@
 """The backward of a call: gradients to the hosts that counted, and back. It has no patience: what counted in
-the forward counts here, on both sides.
-"""
+the forward counts here, on both sides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One rank's call, wherever its packets come from: what it was given, its experts' part, and its counters."""
+"""One rank's part of a call, wherever its packets come from: its inputs, its experts' part, and its
+counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The forward of a call: packets out, tasks as packets come, replies back, and when patience ends."""
+"""The forward of a call: sends packets, computes packets as they come, sends replies, and ends the patience
+for late peers."""
 
 from __future__ import annotations
 

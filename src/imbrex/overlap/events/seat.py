@@ -1,4 +1,4 @@
-"""An exchange's place among its peers: its messages, its calls, its patience."""
+"""One rank's side of an exchange by events: its messages, its calls, and its patience."""
 
 from __future__ import annotations
 
