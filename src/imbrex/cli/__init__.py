@@ -1,4 +1,5 @@
-"""The command `imbrex`. A command is a module here with `add_arguments(parser)` and `run(args) -> int`."""
+"""The command `imbrex`. Each of its commands is a module here, with `add_arguments(parser)` and `run(args) ->
+int`."""
 
 from __future__ import annotations
 

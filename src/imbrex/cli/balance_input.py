@@ -1,4 +1,5 @@
-"""Statistics named on a command line: `FILE`, or `FILE:ARRAY` for a trace of several."""
+"""Recorded loads by their names on a command line: `FILE`, or `FILE:ARRAY` for one of several traces in a
+file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`imbrex balance plan`: where experts should live, from how often they were wanted."""
+"""`imbrex balance plan`: plans where experts should be, from recorded loads."""
 
 from __future__ import annotations
 

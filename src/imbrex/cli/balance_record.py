@@ -1,4 +1,4 @@
-"""`imbrex balance record`: statistics of a run, written in TensorRT-LLM's format."""
+"""`imbrex balance record`: writes the recorded loads of a run in TensorRT-LLM's format."""
 
 from __future__ import annotations
 

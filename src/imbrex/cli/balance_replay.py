@@ -1,4 +1,5 @@
-"""`imbrex balance replay` and `stability`: what recorded loads say about policies, with no GPU."""
+"""`imbrex balance replay` and `stability`: how policies would have balanced recorded loads; no GPU is
+needed."""
 
 from __future__ import annotations
 

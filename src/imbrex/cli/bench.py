@@ -1,4 +1,5 @@
-"""`imbrex bench WHAT`: a folder of `imbrex.bench` each, whose `command.py` has `add_arguments` and `run`."""
+"""`imbrex bench NAME`: runs a benchmark. Each is a folder of `imbrex.bench` whose `command.py` has
+`add_arguments` and `run`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`imbrex demo`: check what was asked, then start the local ranks or be one of them."""
+"""`imbrex demo`: checks the options, then starts the local ranks, or runs as one of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`imbrex doctor`: versions, devices, links, and what works here, each piece tried and not only looked up."""
+"""`imbrex doctor`: versions, devices, links, and which pieces work on this machine; each is tried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`imbrex plan --model deepseek-v3 --gpus 64 --nodes 8 --tokens 16384`: which layout, and why not others."""
+"""`imbrex plan --model deepseek-v3 --gpus 64 --nodes 8 --tokens 16384`: the best layout, and the reasons
+against others."""
 
 from __future__ import annotations
 

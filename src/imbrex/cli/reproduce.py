@@ -1,4 +1,4 @@
-"""`imbrex reproduce NAME`: a paper's table measured here, beside the paper's figures."""
+"""`imbrex reproduce NAME`: measures a paper's table on this machine, beside the paper's figures."""
 
 from __future__ import annotations
 

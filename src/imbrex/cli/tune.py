@@ -1,7 +1,8 @@
-"""`imbrex tune --model qwen2-moe --tokens 16384,4096`: what `schedule="auto"` would measure, ahead of it.
+"""`imbrex tune --model qwen2-moe --tokens 16384,4096`: measures in advance what `schedule="auto"` measures at
+a layer's first call.
 
-Results go into imbrex's cache folder, and layers of the same sizes on as many ranks find them there. Ranks
-are started here, one a GPU, or by torchrun or `imbrex netlab run -- imbrex tune ...`.
+Results are stored in imbrex's cache folder, where layers of the same sizes on as many ranks find them. The
+command starts the ranks itself, one a GPU; or torchrun does, or `imbrex netlab run -- imbrex tune ...`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The record of what happened: counters and spans that cost nothing when off, the phase of a rank, traces."""
+"""Records of what happens: counters and spans, which cost nothing if they are off; the phase of every rank;
+traces."""
 
 from imbrex.observe.board import Phase, PhaseBoard, find_dead, read_board
 from imbrex.observe.bracket import bracket_backward

@@ -1,7 +1,8 @@
-"""The phase of every rank now, in one tiny mapped file per rank that outlives the rank.
+"""The current phase of every rank, in a small mapped file per rank that outlives the rank.
 
-A process killed by SIGKILL says nothing, but the pages it mapped shared belong to the kernel: what it wrote
-last can be read by the launcher, by the surviving ranks, or by anyone with the directory.
+A process that is killed by SIGKILL cannot report anything. But pages that it has mapped as shared belong to
+the kernel. So what it wrote last can be read by the launcher, by other ranks, or by anyone who can read the
+directory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _WHERE_AT = struct.calcsize("<8sqqq")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """The last phase of a rank. step, layer: -1 where there is none. wall_s: seconds since the epoch."""
+    """The last phase that a rank wrote. step, layer: -1 if there is none. wall_s: seconds since the epoch."""
 
     rank: int
     pid: int
@@ -120,6 +121,6 @@ def read_board(directory: str | os.PathLike[str]) -> tuple[Phase, ...]:
 
 
 def find_dead(phases: Iterable[Phase]) -> tuple[Phase, ...]:
-    """Ranks of this host whose process is gone before it was done. The age of a record says nothing: what is
-    mapped reaches other hosts late, and a rank may compute for long."""
+    """The ranks of this host whose process has ended without writing that it was done. The age of a record is
+    not considered: mapped pages reach other hosts late, and a rank may compute for long."""
     return tuple(phase for phase in phases if phase.name != "done" and phase.alive is False)

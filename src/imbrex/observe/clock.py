@@ -1,4 +1,4 @@
-"""Time of one piece of work on the GPU, without the host's part."""
+"""Times of a piece of work on a GPU, without the host's time."""
 
 from __future__ import annotations
 

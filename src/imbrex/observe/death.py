@@ -1,7 +1,8 @@
-"""The one sentence that a run ends with when a rank is lost: who died, and where it was.
+"""The sentence with which a run ends if a rank is lost: which rank, and where it was.
 
-Gloo says "connection reset" and NCCL says nothing. The board says where every rank was, `/proc` who is gone,
-and the notes that ranks leave behind tell a rank that failed by itself from one that only lost a peer.
+Gloo's error says "connection reset", and NCCL's nothing. The phase board says where every rank was, `/proc`
+which processes have ended, and notes that ranks leave tell a rank that failed by itself from one that lost a
+peer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The observer that is off: what every layer and exchange talks to when nobody listens."""
+"""The observer that records nothing, which layers and exchanges have by default."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class Observer:
-    """Hears nothing and costs nothing; the base of observers that listen, such as `Recorder`.
+    """Records nothing and costs nothing. It is the base of observers that record, such as `Recorder`.
 
-    Names are stable. Spans and phases: `route`, `plan`, `dispatch`, `experts`, `combine` in the forward,
-    the same with `_backward` in the backward; `give_up`, without length, where events do without `peer`;
+    Names are stable. Spans and phases: `route`, `plan`, `dispatch`, `experts`, `combine` in the forward, the
+    same with `_backward` in the backward; `give_up`, without length, when events go on without `peer`;
     `measure`, a task or a run that `schedule="auto"` times.
-    Counters: `bytes_sent` [W] by the rank that they are sent to, `bytes_by_tier` [2] (on several nodes:
-    inside this one, to others), `rows` (computed by the local experts), `drops` (choices left out),
-    `gave_up` [W] (calls that did without a rank), `expert_load` [E] (choices of this rank's tokens per
-    logical expert), `co_activation` [E, E] (this rank's tokens that chose both), `host_syncs`. `where` says
-    where, at least `layer=int`.
+    Counters: `bytes_sent` [W] by destination rank, `bytes_by_tier` [2] (on several nodes: inside this one, to
+    others), `rows` (computed by the local experts), `drops` (choices left out), `gave_up` [W] (calls that
+    went on without a rank), `expert_load` [E] (choices of this rank's tokens by logical expert),
+    `co_activation` [E, E] (this rank's tokens that chose both experts), `host_syncs`. The keywords `where`
+    say where, at least `layer=int`.
 
-    `enabled` lets a caller skip the work of preparing what it would count, `co_activation` for that counter.
+    `enabled` lets a caller skip the work of preparing what it would count; `co_activation` does so for that
+    counter.
     """
 
     enabled: bool = False

@@ -1,4 +1,4 @@
-"""One HTML file of facts, tables and figures that opens without a network."""
+"""HTML files of facts, tables and figures that open without a network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One HTML file that opens without a network: what happened in a training run."""
+"""The report of a training run: one HTML file that opens without a network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chrome trace events: what Perfetto and chrome://tracing open."""
+"""Traces in Chrome's trace event format, for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 

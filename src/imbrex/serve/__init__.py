@@ -1,6 +1,6 @@
-"""Serving: a language model whose attention is data-parallel and whose experts are spread over ranks, in
-lockstep.
+"""Serving of a language model on several ranks in lockstep. Attention is data-parallel, and experts are
+spread over the ranks.
 
-Read `engine` first: the loop. `decoding` has the two steps that it repeats, `model` what they compute.
-docs/serving.md has the data flow and what always holds.
+Read `engine` first, the loop; then `decoding`, the two steps that it repeats, and `model`, what they compute.
+docs/serving.md describes the data flow and the invariants.
 """

@@ -1,12 +1,13 @@
-"""Attention over a static cache: a slot of fixed length for every request.
+"""Attention over a static cache, in which every request has a slot of fixed length.
 
-Torch computes it: on a GPU `flex_attention` of a few tokens a row, compiled, which splits keys, and flash
-attention of many, both with the slots' own lengths; else `scaled_dot_product_attention` under a mask. Latent
-attention (DeepSeek-V2, section 2.1) is absorbed: the cache holds one latent row a token, heads meet in its
-space, and torch's batched products do the rest, since no kernel of torch's takes heads of 576 values in time.
+Torch computes it. On a GPU, compiled `flex_attention`, which splits the keys, serves rows of few tokens, and
+flash attention rows of many; both read only the used part of a slot. Elsewhere it is
+`scaled_dot_product_attention` with a mask. Latent attention (DeepSeek-V2, section 2.1) is computed in its
+absorbed form: the cache has one latent row per token, heads meet in the latents' space, and torch's batched
+products do the rest, since no kernel of torch's is fast for heads of 576 values.
 
-Shape letters beyond the contracts': B rows of a step, S tokens of a row (T = B * S), H heads, G heads of keys
-and values, C width of a head, L tokens that a slot has room for, Z slots.
+Shape letters besides those of the contracts: B rows of a step, S tokens of a row (T = B * S), H heads, G
+heads of keys and values, C width of a head, L tokens that a slot has room for, Z slots.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from imbrex.serve.between import (
 
 Cache = tuple[Tensor, ...]
 FEW, BLOCK = 4, 128
-"""Tokens a row that `flex_attention` takes, and keys of a block of its mask."""
+"""The most tokens of a row that `flex_attention` serves, and the keys in a block of its mask."""
 FLEX: dict[str, Any] = {"BLOCK_N": 32, "num_stages": 4, "num_warps": 2}
 """The tiles of `flex_attention`: of those that `benchmarks/attention.py` times, within 4 % of the best from 8
 to 128 rows. torch's own choice of one stage takes up to 1.6 times as long."""
 SHAPES = 64
-"""Steps of different sizes that a process may compile attention for."""
+"""The number of step sizes for which a process may compile attention."""
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grouped:
-    """Sizes of grouped-query attention. head_size: C. theta: of the rotary positions. qk_norm: queries and
-    keys are normed by head, as in Qwen3."""
+    """The sizes of grouped-query attention. head_size: C. theta: the base of the rotary positions. qk_norm:
+    whether queries and keys are normed by head, as in Qwen3."""
 
     num_heads: int
     num_kv_heads: int
@@ -54,8 +55,8 @@ class Grouped:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Latent:
-    """Sizes of multi-head latent attention. query_rank, kv_rank: of the latents. nope, rope: values of a head
-    without and with rotary positions. value: of a head's output."""
+    """The sizes of multi-head latent attention. query_rank, kv_rank: widths of the latents. nope, rope:
+    values of a head without and with rotary positions. value: the values of a head's output."""
 
     num_heads: int
     query_rank: int
@@ -67,11 +68,11 @@ class Latent:
 
 
 class Span:
-    """Where the tokens of a step stand: row b holds tokens `start_B[b]` to `start_B[b] + S` of slot
-    `slots_B[b]`, whose cache holds all before.
+    """The positions of a step's tokens: row b has the tokens `start_B[b]` to `start_B[b] + S` of the slot
+    `slots_B[b]`, whose cache holds all tokens before.
 
-    Without `slots_B` row b is slot b. live_T: tokens that anybody waits for; the choices of the others are
-    dropped. capacity: L. Made inside of a captured step, so every index is computed on the device.
+    Without `slots_B` row b is slot b. live_T: tokens whose results are needed; choices of the others are
+    dropped. capacity: L. It is made inside a captured step, so every index is computed on the device.
 
     Example: start_B [3, 0], two tokens a row, L = 8: positions [3, 4, 0, 1], cache rows [3, 4, 8, 9].
     """

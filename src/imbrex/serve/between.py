@@ -1,9 +1,9 @@
-"""Small operators between the products of a block: residual sums, norms, rotary positions, new rows of the
-cache, the softmax of latent attention.
+"""The small operators between the products of a block: residual sums, norms, rotary positions, writes to the
+cache, and the softmax of latent attention.
 
 A launch takes 2 to 3 us in a graph, however little it does, and a layer had fourteen of these. So each is a
-function here, of tensors to tensors, and a GPU that decodes has `torch.compile` make one or two kernels of
-each. Elsewhere, and where gradients are wanted, they run as they are written.
+function from tensors to tensors, of which `torch.compile` makes one or two kernels on a GPU that decodes.
+Elsewhere, and in calls with gradients, they run as they are written.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Decoding of a Hugging Face model, a whole step in one CUDA graph.
+"""Captures a whole decoding step of a Hugging Face model in one CUDA graph.
 
     decoding = imbrex.capture(model, batch=8, length=2048)
     answers = decoding.generate(input_ids, max_new_tokens=256)
 
-An eager step of such a model leaves a GPU idle for most of its time (73 to 91 % of a step of Mixtral and Qwen
-widths: the host launches a thousand kernels), so the step is recorded once and replayed. Its cache is
-transformers' static one, which counts on the device; positions and the mask are made on the device too, so a
-replay needs nothing but the newest tokens.
+In an eager step of such a model the GPU is idle most of the time (73 to 91 % of a step with Mixtral's and
+Qwen's widths), because the host launches a thousand kernels. So the step is captured once and replayed. The
+cache is transformers' static one, which counts tokens on the device. Positions and the mask are computed on
+the device too, so a replay needs nothing but the newest tokens.
 
-Where experts are spread over ranks, all of them capture, start and step together, since every one wants the
-others' experts. A rank that has no prompts, or whose input is refused, runs dummies beside the others and
-raises its error behind them: nobody waits for it. `generate` goes on until the last rank has what it wants.
+If experts are spread over ranks, all ranks capture, start and step together, since each needs the others'
+experts. A rank that has no prompts, or whose input is refused, runs with dummy tokens beside the others, and
+raises its error afterwards, so nobody waits for it. `generate` goes on until the last rank has its tokens.
 """
 
 from __future__ import annotations

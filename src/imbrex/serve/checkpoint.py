@@ -1,7 +1,7 @@
-"""A downloaded checkpoint of Qwen3-MoE or Mixtral as a served model: its sizes and its weights.
+"""Loads a downloaded checkpoint of Qwen3-MoE or Mixtral as a model to serve: its sizes and its weights.
 
 Every rank reads the dense part, its own experts and its slice of the head. Rotary positions turn halves of a
-head in these models as they do here, so weights are taken as they lie, queries, keys and values joined.
+head in these models as in ours, so weights are copied as they are, with queries, keys and values joined.
 """
 
 from __future__ import annotations

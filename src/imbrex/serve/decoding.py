@@ -1,13 +1,13 @@
-"""The two steps that a serving loop repeats, whole on the device: a chunk of prompts, and one of decoding,
-whose drafts are verified and made anew.
+"""The two steps that the serving loop repeats, both entirely on the device: prefill of a chunk of prompts,
+and decoding, in which drafts are verified and new ones made.
 
-What a request has come to stands in `State`, on the device: a step reads and writes it, so that a step of
-decoding takes no input and a replayed graph goes on by itself. A row whose `remaining` is 0 is a dummy: it is
-computed, its choices are dropped, and nothing of it changes.
+The progress of requests is in `State`, on the device. A step reads and writes it, so a decoding step has no
+inputs, and a graph of it can be replayed. A row whose `remaining` is 0 is a dummy: it is computed, its
+choices are dropped, and its state does not change.
 
 Example of a step with two drafts [5, 6] after token 4 at position 9: the model sees 4, 5, 6 at 9, 10, 11 and
-answers 5, 7, 8. The first draft was right, so 5 and 7 leave, the length becomes 11, and the next step begins
-with 7 at position 11; what the cache holds of 6 is written over.
+answers 5, 7, 8. The first draft was right, so 5 and 7 are delivered, the length becomes 11, and the next step
+begins with 7 at position 11. It overwrites what the cache holds of 6.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from imbrex.serve.model import Decoder
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drafting:
-    """How many tokens a step drafts. forced: the mean number of drafts that count as right, whatever was
-    drafted, for timings with weights that mean nothing; `None`: those that are right."""
+    """How many tokens a step drafts. forced: the mean number of drafts that are accepted, whatever was
+    drafted, for timings with random weights; `None`: those that are right are accepted."""
 
     length: int = 0
     forced: float | None = None
@@ -40,10 +40,13 @@ class Drafting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """The requests of a rank, by slot, on the device. length_Z: tokens in the cache. last_Z: the newest
-    token, which is not. remaining_Z: tokens still wanted. drafts_ZX: guesses at those after `last_Z`.
+    """The progress of a rank's requests, by slot, on the device. length_Z: tokens in the cache. last_Z: the
+    newest token, which is not in the cache yet. remaining_Z: tokens still to generate. drafts_ZX: the
+    drafts after `last_Z`.
 
-    ring_NZX, taken_NZ: the tokens of the last N steps, and how many of them count. step_1: steps so far."""
+    ring_NZX, taken_NZ: the tokens of the last N steps, and how many of them were accepted. step_1: the number
+    of steps so far.
+    """
 
     length_Z: Tensor
     last_Z: Tensor
@@ -73,11 +76,13 @@ def make_state(slots: int, drafts: int, interval: int, device: torch.device) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Pieces of prompts, a row each. tokens_BS: filled up with anything. slot_B: where the row's cache is.
-    start_B: tokens in it. count_B: tokens of the row that count, 0 for a dummy. next_B: the prompt's token
-    behind them. wanted_B: tokens to generate, where the prompt ends here, else 0.
+    """Pieces of prompts, one per row. tokens_BS: padded with any tokens. slot_B: the slot of the row's cache.
+    start_B: the tokens in it already. count_B: the tokens of the row that count, 0 for a dummy. next_B:
+    the prompt's token after them. wanted_B: the number of tokens to generate if the prompt ends here,
+    otherwise 0.
 
-    numbers: all of them one behind the other, which is what crosses to a device."""
+    numbers: all of these joined, so that one copy brings them to the device.
+    """
 
     numbers: Tensor
     tokens_BS: Tensor
@@ -96,9 +101,8 @@ def chunk_of(numbers: Tensor, rows: int) -> Chunk:
 
 
 class Steps:
-    """The steps of a model over `slots` slots with room for `capacity` tokens each, the tokens included that
-    fill up a chunk or are drafted in vain. Dummy rows of a chunk use slots of their own, `spare` behind the
-    others."""
+    """The steps of a model with `slots` slots. capacity: the tokens that a slot has room for, including
+    padding of a chunk and drafts that are refused. Dummy rows of a chunk use `spare` further slots."""
 
     def __init__(
         self,
@@ -121,7 +125,8 @@ class Steps:
 
     @torch.no_grad()
     def prefill(self, chunk: Chunk) -> Tensor:
-        """Run a chunk; int64 [B], the first token of every row whose prompt ends in it."""
+        """Run a chunk. Returns int64 [B]: the first generated token of every row whose prompt ends in the
+        chunk."""
         state, model, (rows, length) = self.state, self.model, chunk.tokens_BS.shape
         steps_S = torch.arange(length, device=self.device)
         live_T = (steps_S < chunk.count_B[:, None]).flatten()
@@ -146,8 +151,8 @@ class Steps:
 
     @torch.no_grad()
     def decode(self, rows: int) -> None:
-        """One step of the slots 0 to `rows`: their tokens and drafts through the model, what is right into
-        the ring, new drafts."""
+        """Run a decoding step of the slots 0 to `rows`: the model sees their newest tokens and drafts,
+        accepted tokens are written to the ring, and new drafts are made."""
         state, model, length = self.state, self.model, self.drafting.length + 1
         start_B, remaining_B = state.length_Z[:rows], state.remaining_Z[:rows]
         live_B = remaining_B > 0
@@ -213,10 +218,10 @@ class Steps:
 
 
 class Captured:
-    """A call without arguments or result: it reads and writes tensors that stay where they are.
+    """A call without arguments or result, which reads and writes tensors that keep their memory.
 
-    graphs: record it, once it has run, since kernels are loaded and heaps made by a first run; a call is then
-    one launch. Else a call is the work itself. Collective where the work is.
+    graphs: whether to capture a CUDA graph after the first run, which loads kernels and makes heaps. Then a
+    call is one launch. Collective if the work is.
     """
 
     def __init__(self, work: Callable[[], object], device: torch.device, *, graphs: bool = True) -> None:

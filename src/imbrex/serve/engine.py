@@ -1,20 +1,21 @@
 """The serving loop: requests in, tokens out, on ranks that run every step together.
 
-Attention is data-parallel, so a rank has requests and caches of its own; experts are spread, so all ranks
-must be in the same layer at the same time. Before every step the hosts agree, by a maximum of three numbers:
+Attention is data-parallel, so every rank has its own requests and caches. Experts are spread, so all ranks
+must be in the same layer at the same time. Before every step the hosts agree on what to run, by the maximum
+of three numbers:
 
     any rank has a prompt to run?   a chunk of prompts, of the same shape on all ranks
-    else                            a step of decoding, of the smallest bucket that holds every rank's rows
+    else                            a decoding step, of the smallest size that holds every rank's rows
 
-A rank that has nothing to do runs dummies, whose choices are dropped. The loop is over where no rank has
-anything left. A request that cannot be answered is refused alone. A rank that dies ends the loop: on the host
-the agreement raises RankLostError, on the device the layers' `check()`.
+A rank that has nothing to do runs dummy rows, whose choices are dropped. The loop ends when no rank has work
+left. A request that cannot be answered is refused by itself. If a rank dies, the loop ends: the hosts'
+agreement raises RankLostError, or the layers' `check()` does.
 
-A step of decoding takes no input (`imbrex.serve.decoding`), so on a GPU it is one replay of a graph, and the
-host is a step ahead. Tokens stay on the device in a ring and leave every `interval` steps; a request's first
-token leaves at once, and its last ones too where the host can count up to them, which is without drafts and
-without a token that stops. Else a request is known to have ended `interval` steps later at most, and its row
-is a dummy meanwhile.
+A decoding step has no inputs (`imbrex.serve.decoding`), so on a GPU it is one replay of a graph, and the host
+is a step ahead. Tokens stay on the device in a ring, and are delivered every `interval` steps. A request's
+first token is delivered at once, and so are its last ones if the host can count to them: without drafts, and
+without a token that stops. Otherwise a request is known to have ended at most `interval` steps later, and its
+row is a dummy until then.
 """
 
 from __future__ import annotations
@@ -43,10 +44,13 @@ NO_DRAFTS = Drafting()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """The settings of an engine. slots: requests at once on a rank. room: tokens of a request, prompt and
-    answer. chunk: rows and tokens a row of a step of prompts. interval: steps between two deliveries.
-    stop: the token that ends an answer. graphs: steps are replayed from CUDA graphs. sizes: rows of the steps
-    of decoding that there are, where not powers of two."""
+    """The settings of an engine.
+
+    slots: the requests that a rank serves at once. room: the most tokens of a request, prompt and answer.
+    chunk: rows, and tokens per row, of a prefill step. interval: steps between two deliveries of tokens.
+    stop: the token that ends an answer. graphs: whether steps are captured as CUDA graphs. sizes: the numbers
+    of rows for which there are decoding steps; by default powers of two.
+    """
 
     slots: int
     room: int
@@ -66,30 +70,33 @@ class Settings:
 
     @property
     def capacity(self) -> int:
-        """Tokens that a slot is as long as: what fills up the last chunk, or is drafted in vain, is written
-        behind the room."""
+        """The length of a slot in tokens. Padding of the last chunk, and refused drafts, are written behind
+        `room`."""
         return self.room + max(self.chunk[1], 2 * self.drafting.length + 1)
 
     @property
     def buckets(self) -> list[int]:
-        """Rows of the steps of decoding that there are; all slots are one of them."""
+        """The numbers of rows for which there are decoding steps; the number of slots is one of them."""
         powers = self.sizes or [1 << n for n in range(self.slots.bit_length())]
         return sorted({*(n for n in powers if n <= self.slots), self.slots})
 
 
 class Seat:
-    """A request in a slot. filled: tokens of its prompt that are in the cache. since: steps of decoding
-    before its first, and later before those whose tokens are yet to leave."""
+    """A request in a slot. filled: tokens of its prompt that are in the cache. since: the number of decoding
+    steps before its first one, later before the first one whose tokens have not been delivered."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer, self.filled, self.since = answer, 0, 0
 
 
 class HostTime:
-    """Seconds of the host by what it did, over `steps` steps. agree: with the other ranks, and so also until
-    the slowest is there. model: the steps themselves, where a CPU computes them. wait: for the device.
+    """Seconds of the host by what it did in `steps` steps. agree: agreement with the other ranks, which
+    includes waiting for the slowest. model: the steps themselves, if a CPU computes them. wait: waiting
+    for the device.
 
-    row_tokens, row_steps: tokens that steps of decoding gave, and the rows that they gave some of them to."""
+    row_tokens, row_steps: the tokens that decoding steps generated, and the number of rows that got some of
+    them.
+    """
 
     NAMES = ("seat", "agree", "launch", "deliver", "check", "model", "wait")
     OTHERS = ("model", "wait")
@@ -106,7 +113,7 @@ class HostTime:
         self._since = time.perf_counter()
 
     def spent(self, name: str) -> None:
-        """Count the time since the last word under `name`."""
+        """Add the time since the last call to that of `name`."""
         now = time.perf_counter()
         self.seconds[name] += now - self._since
         self._since = now
@@ -117,9 +124,11 @@ class HostTime:
 
 
 class Engine:
-    """Answers requests with a model on the ranks of `group`; every rank makes one and steps it alike.
+    """Answers requests with a model on the ranks of `group`. Every rank makes an engine, and calls `step` or
+    `run` as the others do.
 
-    answered: called with every answer as it ends or is refused. clock: whose seconds arrivals are in.
+    answered: a function that is called with every answer when it ends or is refused. clock: the clock of
+    arrival times.
     """
 
     def __init__(
@@ -167,7 +176,7 @@ class Engine:
         self.programs: dict[int | str, Callable[[], None]] = {**self._capture()}
 
     def submit(self, request: Request) -> Answer:
-        """Queue a request; its answer, which is refused at once where it cannot be given."""
+        """Queue a request. Returns its answer, which is refused at once if it cannot be given."""
         answer = Answer(request)
         vocabulary = self.model.config.vocabulary
         answer.refused = why_not_request(request, vocabulary=vocabulary, room=self.settings.room)
@@ -178,12 +187,12 @@ class Engine:
         return answer
 
     def run(self) -> None:
-        """Step until no rank has anything left."""
+        """Run steps until no rank has work left."""
         while self.step():
             pass
 
     def step(self) -> bool:
-        """One step of all ranks, a chunk of prompts or one of decoding; False where no rank had work."""
+        """Run one step of all ranks, prefill or decoding. Returns whether any rank had work."""
         host = self.host
         host.begin()
         self._admit()

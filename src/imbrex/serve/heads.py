@@ -1,14 +1,15 @@
-"""The greedy choice of a token with the vocabulary split over ranks.
+"""The greedy choice of the next token, with the vocabulary split over ranks.
 
-A small batch is bound by reading the head's weight, so every rank reads its slice of it, for the tokens of
-all ranks. What crosses then is one number a token: the rank's largest logit and where it stood, packed into
-64 bits whose order is that of `torch.argmax`. Among GPUs that reach each other's memory one kernel packs,
-sends and chooses (`kernels/rows/keys.cu`); else torch packs, and the group's all-reduce takes the maximum.
+In a small batch the time of the head is that of reading its weight. So every rank reads only a slice of the
+weight, for the tokens of all ranks. Then one number per token crosses between ranks: the rank's largest logit
+and its index, packed into 64 bits that are ordered as `torch.argmax` orders them. Between GPUs that can
+address each other's memory one kernel packs, sends and chooses (`kernels/rows/keys.cu`). Otherwise torch
+packs, and an all-reduce takes the maximum.
 
-    high half: the float32, its bits turned so that they order as integers; NaN above all, as torch has it
+    high half: the float32, its bits changed so that they order as integers; NaN above all, as in torch
     low half:  the complement of the index, so that of equal logits the lowest index is the maximum
 
-Example: logits 2.0 at 5 on rank 0 and 2.0 at 7 on rank 1: high halves are equal, ~5 > ~7, so 5 is chosen.
+Example: logits 2.0 at 5 on rank 0 and 2.0 at 7 on rank 1: the high halves are equal, ~5 > ~7, so 5 is chosen.
 """
 
 from __future__ import annotations

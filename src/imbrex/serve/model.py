@@ -1,8 +1,8 @@
-"""A decoder of real widths: pre-norm attention, pre-norm mixture of experts, and where wanted one block that
-predicts the token after the next (DeepSeek-V3, section 2.2).
+"""A decoder of a published model's widths: pre-norm attention and pre-norm mixture of experts, and optionally
+a block that predicts the token after the next (DeepSeek-V3, section 2.2).
 
-Attention, norms and products are torch's; the feed-forward part of a block is whatever `make_moe` makes,
-an `imbrex.MoELayer` as a rule. Dense weights and caches are each rank's own; experts are spread.
+Attention, norms and products are torch's. The feed-forward part of a block is what `make_moe` makes, usually
+an `imbrex.MoELayer`. Every rank has all dense weights and its own caches; experts are spread.
 """
 
 from __future__ import annotations

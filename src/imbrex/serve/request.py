@@ -1,4 +1,4 @@
-"""A request, its answer, and why a request is refused: alone, while nothing else stops."""
+"""A request, its answer, and the reasons for which a request is refused."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from numbers import Integral
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A prompt and how many tokens are wanted behind it."""
+    """A prompt, and the number of tokens to generate."""
 
     prompt: Sequence[int]
     max_tokens: int
 
 
 class Answer:
-    """The tokens of a request as they came. refused: why there are none. arrivals: (seconds on the clock of
-    `time.perf_counter`, how many tokens) of every delivery."""
+    """The tokens of an answer, in the order of their delivery. refused: why there are none. arrivals: for
+    every delivery the seconds on the clock of `time.perf_counter`, and the number of tokens."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -32,7 +32,7 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second between the first and the last; NaN of one delivery."""
+        """Tokens per second between the first delivery and the last; NaN if there was one only."""
         (first, at_once), (last, _) = self.arrivals[0], self.arrivals[-1]
         return (len(self.tokens) - at_once) / (last - first) if last > first else float("nan")
 

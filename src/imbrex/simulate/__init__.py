@@ -1,13 +1,14 @@
-"""The time that a layer would take on ranks that nobody has here: costs from profiles, events simulated.
+"""Predicts the time of a layer on ranks that need not exist: costs come from measured profiles, and events
+are simulated.
 
     Profile (seconds and rates, with their source) ───┐
     Fabric (tiers of links) ─ traffic ─ bytes a tier ─┼─▶ seconds of every task and rank ─ engine ─▶ ends
     loads (skew, placement), stragglers ──────────────┘
 
-Four invariants. Simulated time is a pure function of a layout, a profile, a fabric, loads and a seed: nothing
-here reads a clock. Every figure comes from entries of the profile and the fabric, each marked `measured`,
-`fitted` or `assumed` with its source. Tasks and orders are those of `imbrex.schedule`, which the layer itself
-runs. A prediction for ranks or links outside of what was measured says so.
+Four invariants. Simulated time is a pure function of a layout, a profile, a fabric, loads and a seed: no
+clock is read. Every figure comes from entries of the profile and the fabric, each marked `measured`, `fitted`
+or `assumed`, with its source. Tasks and orders are those of `imbrex.schedule`, which the layer itself runs. A
+prediction for ranks or links outside of what was measured says so.
 """
 
 from imbrex.simulate.device import Shape

@@ -1,10 +1,10 @@
-"""Seconds of what one rank computes, from a profile's rates.
+"""The seconds of what one rank computes, from the rates of a profile.
 
 A product of n columns and k inner values multiplies tiles of `tile_rows` x `tile_columns`, one on every
-multiprocessor at a time: waves of tiles at `product_flops_s`, beside the reading of the weights at
-`weights_bytes_s`. The longer of the two hides the shorter, the less the more they are alike: of m and r
-seconds it takes (m^p + r^p)^(1/p), p being `reading_exponent`. Rows of an expert fill whole tiles. A
-processor has tiles of one row and column, and packs a product's weights before it multiplies: p is 1 there.
+multiprocessor at a time. It takes two times, m for the waves of tiles at `product_flops_s`, and r for reading
+the weights at `weights_bytes_s`. They overlap, and less so the more equal they are: the product takes (m^p +
+r^p)^(1/p), where p is `reading_exponent`. Rows of an expert fill whole tiles. A CPU has tiles of one row and
+column, and packs the weights before it multiplies, so p is 1.
 Example: 2 experts of 1024 rows, n = 256 columns and 132 multiprocessors are 16 tiles of 128 rows: one wave,
 as many seconds as 132 tiles would take.
 """
@@ -21,8 +21,8 @@ from imbrex.simulate.profile import Profile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """A layer: model width D, expert width F, experts E, choices a token K; bytes of a value of a row and of
-    a weight."""
+    """The sizes of a layer: model width D, expert width F, experts E, choices per token K; bytes of a value
+    of a row, and of a weight."""
 
     width: int
     inner: int
@@ -32,14 +32,14 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Weights of all experts: gate, up and down."""
+        """The number of weights of all experts: gate, up and down."""
         return 3 * self.experts * self.width * self.inner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """The work of one rank of an expert-parallel group: local experts, its part of the expert width, and
-    the rows of every rank, [W]."""
+    """The work of one rank of an expert-parallel group: its experts, its part of the expert width, and the
+    rows of every rank, [W]."""
 
     experts: float
     inner: int
@@ -53,7 +53,8 @@ FEW = 4.0
 
 
 def tiles(rows_W: Floats, experts: float, height: int) -> Floats:
-    """How many tiles of `height` rows the experts' rows fill, if tokens choose experts at random."""
+    """The number of tiles of `height` rows that the experts' rows fill, if tokens choose experts at
+    random."""
     mean_W = rows_W / experts
     number_WQ = np.maximum(mean_W[:, None] + np.sqrt(mean_W)[:, None] * QUANTILES, 0.0)
     many_W = (np.ceil(number_WQ / height) * DENSITY).sum(1)
@@ -76,16 +77,16 @@ def forward(profile: Profile, shape: Shape, share: Share) -> Floats:
 
 
 def backward_rows(profile: Profile, shape: Shape, share: Share) -> Floats:
-    """Seconds of the rows' gradients: two products of the same sizes."""
+    """Seconds of the gradients of the rows: two products of the same sizes."""
     return forward(profile, shape, share) * profile["backward_rows_factor"]
 
 
 def backward_weights(profile: Profile, shape: Shape, share: Share, *, chunks: int = 1) -> Floats:
-    """Seconds of the weights' gradients of one of so many chunks: as many operations, and every gradient
-    written, or read and written where chunks add to it.
+    """Seconds of the weights' gradients of one of `chunks` chunks: as many operations, and every gradient is
+    written, or read and written if chunks add to it.
 
-    A processor writes while it multiplies. But all chunks other than the first are then added to the sum,
-    by an operator of its own, which reads two gradients and writes one.
+    A CPU writes while it multiplies. But it adds all chunks after the first to the sum by another operator,
+    which reads two gradients and writes one.
     """
     height, columns = int(profile["tile_rows"]), int(profile["tile_columns"])
     unit, sms = height * columns, int(profile["multiprocessors"])

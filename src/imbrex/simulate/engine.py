@@ -1,13 +1,13 @@
-"""The events of a layer's tasks on many ranks.
+"""Simulates the events of a layer's tasks on many ranks.
 
-Every rank has two lines, what it computes and what it moves, in the order that a scheduler made; the order is
-the same on all. Ranks meet only where rows arrive. So between two arrivals every rank runs by itself, and all
-of them advance at once, as arrays: from event to event, each rank by its own clock. A move that has been sent
-by all says when it arrives, and only then is anything known of what waits for it. That makes the result that
-of a queue of events in the order of time, at the price of a few array operations an event of one rank.
+Every rank has two sequences of tasks, computing and moving, in the order that a scheduler made; the order is
+the same on all ranks. Ranks depend on each other only where rows arrive. So between two arrivals every rank
+runs by itself, and all advance at once, as arrays, from event to event, each by its own clock. When all ranks
+have sent a move, its arrival is known, and only then what waits for it. The result is that of a queue of
+events in the order of time, for a few array operations per event of one rank.
 
-A `collective` move arrives everywhere when the last rank of its group has sent, and the next begins then.
-`one-sided` rows arrive sender by sender: the first of n chunks holds the rows of the n-th part of the ranks
+A `collective` move arrives everywhere when the last rank of its group has sent, and the next one starts then.
+`one-sided` rows arrive sender by sender: the first of n chunks has the rows of that n-th part of the ranks
 that sent first, and a rank sends on without waiting.
 """
 
@@ -25,11 +25,11 @@ from imbrex.schedule.tasks import Order, Task
 
 Floats = NDArray[np.float64]
 CLOSE = 1e-12
-"""Seconds below which two moments are one."""
+"""Two times that differ by less than this, in seconds, are equal."""
 
 
 class Arrival(Enum):
-    """A function that says when sent rows are there; see the module."""
+    """The way in which sent rows arrive: `collective` or `one-sided`; see the module."""
 
     COLLECTIVE = "collective"
     ONE_SIDED = "one-sided"
@@ -37,8 +37,8 @@ class Arrival(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """Seconds since the begin of the layer, of every rank. begins, ends: of tasks; a move ends when its rows
-    are there. over: when the rank has nothing left to do."""
+    """Times of every rank, in seconds from the start of the layer. begins, ends: of every task; a move ends
+    when its rows have arrived. over: the end of the last task."""
 
     begins: Mapping[Task, Floats]
     ends: Mapping[Task, Floats]
@@ -56,12 +56,12 @@ def simulate(
     contention: Contention | None = None,
     arrival: Arrival = Arrival.COLLECTIVE,
 ) -> Timeline:
-    """Run an order. seconds: of every task on every rank, alone, float64 [W].
+    """Run an order. seconds: of every task on every rank if it runs alone, float64 [W].
 
-    Example: two ranks whose experts take 1 and 3 seconds, all else nothing: both are over after 3, as the
-    faster one waits for rows.
+    Example: two ranks whose experts take 1 and 3 seconds, everything else nothing: both end after 3, because
+    the faster one waits for rows.
 
-    Raises ValueError where tasks wait for tasks that come later.
+    Raises ValueError if tasks wait for tasks that come later.
     """
     state = _State(order, seconds, contention or Contention(), len(next(iter(seconds.values()))))
     for number in range(len(order.moves)):

@@ -34,8 +34,9 @@ UNREADABLE = (TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeErro
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tier:
-    """Links of one tier. ranks: below one of its switches. bytes_s: of a rank, all ranks sending, with what
-    is oversubscribed taken off. start: seconds a message. latency: until anything is there."""
+    """The links of one tier. ranks: below one of its switches. bytes_s: bytes per second of a rank if all
+    ranks send, oversubscription included. start: seconds per message. latency: seconds until the first
+    byte arrives."""
 
     name: str
     ranks: int
@@ -55,7 +56,7 @@ class Tier:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fabric:
-    """Tiers from the nearest on, each holding whole switches of the one before."""
+    """Tiers of links, the nearest first. A switch of each tier connects whole switches of the tier below."""
 
     name: str
     tiers: tuple[Tier, ...]
@@ -189,7 +190,8 @@ def _content(path: Path) -> Any:
 
 
 def islands(profile: Profile, world: int, size: int, *, network: str = "network") -> Fabric:
-    """Nodes of `size` ranks with the rates that a profile has inside them and, as `network`, between."""
+    """A fabric of nodes of `size` ranks: inside nodes with the rates of a profile, and between them with
+    those that the profile has as `network`."""
 
     def tier(name: str, kind: str, ranks: int) -> Tier:
         entry = profile.entries[f"{kind}_bytes_s"]

@@ -1,4 +1,4 @@
-"""Rows of every rank, from how often experts are wanted and where they live; and ranks that are slow."""
+"""The rows of every rank, from how often experts are chosen and where they are; and ranks that are slow."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MOST_SAMPLED = 2.0**53
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """How choices fall on experts.
+    """A distribution of choices over experts.
 
     kind: `even`; `sampled`, all experts equally likely; `zipf`, the e-th most popular in proportion to
-    e^-amount; `lognormal`, popularity of that sigma; `trace`, shares as recorded. history: of a trace.
+    e^-amount; `lognormal`, popularity with this sigma; `trace`, recorded shares. history: that of a trace.
     """
 
     kind: str = "sampled"
@@ -49,14 +49,14 @@ class Spread:
 
     @staticmethod
     def of_history(history: LoadHistory) -> Spread:
-        """The shares of the recorded layers that have choices."""
+        """The recorded shares of a history, of its layers that have choices."""
         if not history.counts_ILE.any():
             raise ValueError("--trace: nothing was chosen in any layer; record again")
         return Spread(kind="trace", history=history)
 
     def draw(self, experts: int, choices: float, seed: int, *, top_k: int = 1, layers: int = 4) -> Floats:
-        """Choices that fall on every expert, float64 [L, E]: of `choices` in all, with their noise. A token
-        chooses an expert once at most, so none has more than its `top_k`-th part."""
+        """Draw the choices of every expert, float64 [L, E], `choices` in all. A token chooses an expert at
+        most once, so no expert has more than `choices` / `top_k`."""
         random = np.random.default_rng(seed)
         shares = _capped(self._shares(experts, random, layers), 1 / top_k)
         if self.kind == "even" or choices > MOST_SAMPLED:
@@ -133,8 +133,8 @@ def of_homes(load_LE: Floats, placements: Sequence[Placement]) -> Floats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stragglers:
-    """How many times longer ranks take: exp of a normal of `sigma`, never below 1; and with `chance` a rank
-    takes `factor` times as long."""
+    """Factors by which ranks are slower: exp of a normal variable with `sigma`, never below 1; and with
+    probability `chance` times `factor`."""
 
     sigma: float = 0.0
     chance: float = 0.0
@@ -156,7 +156,7 @@ class Stragglers:
         return Stragglers(**dict(zip(("sigma", "chance", "factor"), numbers, strict=False)))
 
     def draw(self, ranks: int, seed: int | tuple[int, ...]) -> Floats:
-        """Factors of `ranks` ranks, the same for the same seed."""
+        """Draw the factors of `ranks` ranks; equal seeds give equal factors."""
         random = np.random.default_rng(seed)
         slow_W = np.exp(self.sigma * np.abs(random.standard_normal(ranks)))
         return np.where(random.random(ranks) < self.chance, slow_W * max(1.0, self.factor), slow_W)

@@ -1,8 +1,9 @@
-"""Which layout for a model on a cluster, and why not the others.
+"""The search for the best layout of a model on a cluster, with the reasons against all others.
 
 Every layout that can run is simulated: all divisions of the ranks into EP x TP x DP, transports, codecs,
-schedules, numbers of replicas. What cannot run says why. Loads come from a trace or a distribution.
-Experts of a trace live where a plan of all of it has them; rows are split over replicas as evenly as they go.
+schedules, and numbers of replicas. For one that cannot run there is a reason. Loads come from a trace or a
+distribution. For a trace, experts are placed by a plan of the whole trace, and choices are split over
+replicas as evenly as possible.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ MOST_DRAWN = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A layout and what is predicted of it. why_not: why it is not the plan, or None for the plan itself.
-    imbalance: of the fullest rank over the mean. memory: bytes a rank. extrapolates: what of it lies outside
-    of what was measured, or nothing."""
+    """A layout and its predictions. why_not: why another plan is better, or why it cannot run; `None` for the
+    best plan. imbalance: the load of the fullest rank over the mean. memory: bytes of a rank.
+    extrapolates: what of it is outside of what was measured, if anything."""
 
     layout: Layout
     outcome: Outcome | None
@@ -63,7 +64,7 @@ class Plan:
 
 
 def choose(request: Request, world: World) -> list[Plan]:
-    """All plans, the best first, then those that could run by their time, then those that could not."""
+    """All plans: the best first, then those that could run, by their time, then those that could not."""
     if request.mode not in MODES:
         raise ValueError(f"plan: mode {request.mode!r}; use {', '.join(MODES)}")
     for what in ("ranks", "tokens", "layers"):

@@ -1,4 +1,4 @@
-"""The seconds and rates of a machine, each with where it is from."""
+"""A profile: seconds and rates of a machine, each with its source."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SHIPPED = Path(__file__).parent / "profiles"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One figure, in SI units. status: `measured`, `fitted` to measurements, or `assumed`. source: the
-    command or file, or why it is assumed."""
+    """A figure in SI units. status: `measured`, `fitted` to measurements, or `assumed`. source: the command
+    or file it comes from, or why it is assumed."""
 
     value: float
     status: str
@@ -32,8 +32,8 @@ RATES = ("bytes_s", "flops_s", "values_s", "_ranks", "_rows", "_columns", "multi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """Figures of one device by name, and of its transports and codecs. machine: what it is of.
-    most_ranks: of the measurements; beyond, predictions extrapolate."""
+    """Figures of one device by name, and of its transports and codecs. machine: which machine was measured.
+    most_ranks: the most ranks that were measured; predictions for more extrapolate."""
 
     machine: str
     most_ranks: int
@@ -74,9 +74,9 @@ class Profile:
 
     @staticmethod
     def load(path: Path | str) -> Profile:
-        """A profile from its file, or by the name of one that is shipped.
+        """Read a profile from a file, or one that comes with imbrex by its name.
 
-        Raises ValueError where there is none, or the file is no profile.
+        Raises ValueError if there is none, or the file is no profile.
         """
         file = Path(path)
         if not file.suffix and not file.exists():

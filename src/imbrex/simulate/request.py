@@ -1,4 +1,4 @@
-"""The question that a plan answers: a model's layer on so many ranks, and the world that these are in."""
+"""The inputs of the planner: the layer of a model and its number of ranks, and the machine."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ MODES = ("train", "forward", "decode")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """The question that `choose` answers. tokens: of a rank in a step. mode: `train`, `forward` or `decode`.
-    layers: of the model that have experts. codecs: to choose from. seed: of loads and stragglers."""
+    """The layer to plan. tokens: of a rank in a step. mode: `train`, `forward` or `decode`. layers: the
+    number of the model's layers with experts. codecs: those to choose from. seed: for loads and
+    stragglers."""
 
     shape: Shape
     ranks: int
@@ -33,7 +34,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """The machine, its network and its loads, on which layouts are simulated."""
+    """The machine, its network and the loads, with which layouts are simulated."""
 
     profile: Profile
     fabric: Fabric

@@ -1,9 +1,9 @@
-"""One layer of one layout: the seconds of its tasks, run by the events of its schedule.
+"""Predicts the time of one layer with one layout: the seconds of its tasks, and the events of its schedule.
 
-Over NVLink a crossing is one kernel, which routes, moves and sums: the tasks `encode` and `decode` take
-nothing. A rank alone has such kernels too, and no wire. Over bytes rows are copied into buffers, written by a
-codec, moved, read and copied to the experts, and every chunk costs the host's time as well. In two tiers a
-move is the network's alone, and the exchange inside the node stands in line with what is computed.
+Over NVLink a crossing is one kernel, which routes, moves and sums, so the tasks `encode` and `decode` take no
+time. A rank alone has such kernels too, and no network. Over bytes, rows are copied into buffers, encoded,
+moved, decoded and copied to the experts, and every chunk costs host time too. With two tiers a move is that
+over the network, and the exchange inside the node is done in turn with computing.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How a layer runs. ranks: ep x tp x dp, tensor ranks next to each other, groups of data farthest apart.
-    schedule: `serial`, a scheduler and a number of chunks, `fused` (over NVLink, the kernels that there are),
-    or a design: `one-kernel` for the whole layer, `events` for that without waiting for all ranks."""
+    """How a layer runs. ranks: ep x tp x dp; tensor ranks are next to each other, and data-parallel groups
+    farthest apart.
+    schedule: `serial`, a scheduler and a number of chunks, `fused` (over NVLink, with the kernels that
+    exist), or a design that does not exist: `one-kernel` for the whole layer, and `events` without waiting
+    for all ranks."""
 
     ep: int = 1
     tp: int = 1
@@ -71,10 +73,13 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """Seconds of one layer's forward and backward, of the slowest rank. tiers: bytes that a rank sends on the
-    way out of a forward, tier by tier. tasks: seconds of every kind of task of the slowest rank in a forward,
-    in one chunk, one after the other. parts: what these are of, and those of a backward: rows on their way,
-    experts, copies, the host. sync: of the gradients of experts that other groups hold too."""
+    """Predicted seconds of one layer's forward and backward on the slowest rank.
+
+    tiers: bytes that a rank sends to experts in a forward, by tier. tasks: seconds of every kind of task of
+    the slowest rank in a forward, in one chunk, one after the other. parts: the same divided into moving
+    rows, experts, copies and host, and of a backward. sync: seconds to sum the gradients of experts over
+    groups that have copies of them.
+    """
 
     forward: float
     backward: float
@@ -90,10 +95,10 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A layer on a machine. tokens: of a rank. loads_W: rows of every rank of a group over their mean.
-    speeds_W: how many times longer its tasks take. jitter: how much longer single tasks take, drawn
-    anew from `seed` for every task. decode: tokens are few and the step is a graph, so the
-    host's time counts nothing."""
+    """A layer on a machine. tokens: of a rank. loads_W: rows of every rank of a group, over their mean.
+    speeds_W: how many times longer its tasks take. jitter: how much longer single tasks take, drawn from
+    `seed` for every task. decode: there are few tokens, and a step is a CUDA graph, so host time does not
+    count."""
 
     profile: Profile
     fabric: Fabric
@@ -107,7 +112,7 @@ class Case:
 
 
 def predict(case: Case, layout: Layout, *, backward: bool = True) -> Outcome:
-    """Simulate a layer's forward and, if asked for, its backward."""
+    """Predict the seconds of a layer's forward and, unless `backward` is false, of its backward."""
     costs = _Costs(case, layout)
     scheduler, degree = parse_schedule(layout.schedule)
     ways = (False, True) if backward else (False,)

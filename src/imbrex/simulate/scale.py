@@ -1,7 +1,8 @@
-"""Where each idea stops helping: its gain over ranks, and over the rate between nodes down to the internet's.
+"""How far each idea helps: its gain over numbers of ranks, and over network rates down to that of the
+internet.
 
-The layer grows with its ranks: two experts on each, as many tokens. Every gain is the time of a forward and a
-backward without the idea over the time with it, all else the same.
+The layer grows with its ranks: two experts on each, and as many tokens. A gain is the time of a forward and a
+backward without the idea over the time with it, with everything else equal.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ RATES = (45e9, 12.5e9, 3e9, 1e9, 250e6, 50e6, 12.5e6)
 """Bytes a second of a rank between nodes: 400 Gb/s less a tenth, 100, 24, 8 and 2 Gb/s, 400 and 100 Mb/s."""
 STRAGGLERS = Stragglers(sigma=0.05, chance=0.001, factor=3.0)
 HELPS = 1.05
-"""A gain below this is none."""
+"""The least gain that counts."""
 IDEAS: Mapping[str, tuple[Layout, Layout]] = {
     "once to a rank": (Layout(transport="copy-per-choice"), Layout(transport="alltoall")),
     "once to a node": (Layout(transport="alltoall"), Layout(transport="hierarchical")),

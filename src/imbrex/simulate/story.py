@@ -31,7 +31,8 @@ SCALED = (
 
 
 def lines(plans: Sequence[Plan], request: Request, world: World) -> list[str]:
-    """The plan, what is predicted of it, what that rests on, and why not the others."""
+    """Lines for a terminal: the best plan, its predictions, what they rest on, and the reasons against other
+    plans."""
     best = plans[0]
     if best.outcome is None:
         return [_nothing_fits(plans, request, world), *_as_text(rows_of([best, *rivals(plans)]))]
@@ -88,7 +89,7 @@ def rows_of(plans: Sequence[Plan]) -> list[tuple[str, ...]]:
 
 
 def as_json(plans: Sequence[Plan], request: Request, world: World) -> dict[str, Any]:
-    """Everything, the profile's and the fabric's figures with their sources included."""
+    """Everything as JSON, including the figures of the profile and the fabric with their sources."""
     return {
         "request": asdict(request),
         "plan": _plain(plans[0]),

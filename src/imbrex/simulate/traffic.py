@@ -1,8 +1,9 @@
-"""Bytes and messages of a rank, tier by tier, and their seconds, for every way to move rows.
+"""The bytes and messages that a rank sends in each tier, and their seconds, for every transport.
 
-Tokens choose their experts without regard to where they live. So a rank that holds a share s of the experts
-is wanted by a token with 1 - (1 - s)^K, exactly 1 - C(E - sE, K) / C(E, K), and so is a node.
-Example: 4 ranks, K = 8 of 256 experts: 0.90 of the tokens want a given rank.
+Tokens are assumed to choose experts without regard to where they are. So a rank that holds a share s of the
+experts is reached by a token with probability 1 - (1 - s)^K, exactly 1 - C(E - sE, K) / C(E, K), and so is a
+node.
+Example: 4 ranks, K = 8 of 256 experts: 0.90 of the tokens go to a given rank.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from imbrex.simulate.fabric import Fabric
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Crowd:
-    """A group of neighbouring ranks that exchange rows. tensor: ranks that share every expert, and get each
-    of its rows. tokens: of a rank. row_bytes: as written on the wire."""
+    """A group of neighbouring ranks that exchange rows. tensor: the number of ranks that share every expert,
+    each of which gets its rows. tokens: of a rank. row_bytes: on the wire."""
 
     ranks: int
     tensor: int
@@ -28,8 +29,9 @@ class Crowd:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flow:
-    """The bytes that a rank sends on the way out, tier by tier, and how its tiers take turns. serial: one
-    after the other. pieces: parts in which the rows pass both tiers, one part of the faster is not hidden."""
+    """The bytes that a rank sends to experts, by tier, and how the tiers take turns. serial: one after the
+    other. pieces: the number of parts in which rows pass both tiers; of the faster tier one part is not
+    hidden."""
 
     nbytes: tuple[float, ...]
     messages: tuple[float, ...]
