@@ -14,6 +14,8 @@ class Curve:
 
     It is not a start-up time and a rate, because a product of few rows costs more per row than one of many,
     and a message that fits into a token bucket's burst goes faster than the rate.
+
+    Example: through (1, 2.0) and (3, 4.0) it is 3.0 at 2, and 5.0 at 4.
     """
 
     points: tuple[tuple[float, float], ...]
