@@ -76,9 +76,9 @@ SERVING = [
     Fault(
         "loading-all-of-a-stack",
         "adapters/huggingface/weights.py",
-        "a rank reads all experts of a layer to take its own",
+        "a rank copies all experts of a layer to take its own",
         "tuple(weights.part(block.prefix + name, expert) for name in names)",
-        "tuple(weights[block.prefix + name][expert] for name in names)",
+        "tuple(weights[block.prefix + name].clone()[expert] for name in names)",
         (f"{LOADING}[fused-ours]",),
     ),
     Fault(
