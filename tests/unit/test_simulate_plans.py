@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from imbrex.placement import LoadHistory
 from imbrex.simulate import device, loads, run, scale, traffic
 from imbrex.simulate.device import Shape, Share
 from imbrex.simulate.fabric import Fabric, Tier, islands, parse
@@ -198,14 +199,33 @@ def test_reading_hides_less_beside_a_product_of_its_length() -> None:
 
 def test_loads_of_ranks() -> None:
     even = Spread(kind="even").draw(8, 800, 0)
-    assert loads.of_ranks(even, 4, 0, planned=False).tolist() == [[1.0] * 4] * 4
-    skewed = Spread.parse("zipf:1.0").draw(64, 64000, 0, top_k=4)
+    assert loads.of_ranks(even, 4).tolist() == [[1.0] * 4] * 4
+    law = Spread.parse("zipf:1.0")
+    skewed, record = law.draw(64, 64000, 0, top_k=4), law.record(64, 64000, 0, top_k=4)
     assert skewed.max() / skewed.sum(1).max() < 0.26
-    in_order = loads.of_ranks(skewed, 8, 0, planned=False).max()
-    planned = loads.of_ranks(skewed, 8, 0, planned=True).max()
-    replicated = loads.of_ranks(skewed, 8, 8, planned=True).max()
+    in_order = loads.of_ranks(skewed, 8).max()
+    planned, replicated = (loads.of_homes(skewed, loads.homes(record, 8, n)).max() for n in (64, 72))
     assert replicated < planned < in_order
     assert replicated < 1.01
+
+
+def test_experts_of_drawn_choices_live_where_a_plan_of_other_batches_has_them() -> None:
+    """So few tokens a rank are noisy, and a plan that knew the batch would leave no rank fuller."""
+    law = Spread.parse("lognormal:0.4")
+    batch_LE, record = law.draw(32, 1600, 3, top_k=4), law.record(32, 1600, 3, top_k=4, layers=30)
+    assert record.counts_ILE.shape == (16, 30, 32)
+    assert (record.counts_ILE.sum(2) == 1600).all()
+    assert not (record.counts_ILE[:, 0] == batch_LE[0]).all(1).any()
+    of_batch = LoadHistory(counts_ILE=batch_LE.astype(np.int64)[None], layers=(0, 1, 2, 3))
+    known, planned = (
+        loads.of_homes(batch_LE, loads.homes(of, 8, 32)).max(1) - 1 for of in (of_batch, record)
+    )
+    assert planned.mean() > known.mean() + 0.02
+    world = World(profile=H200, fabric=islands(H200, 8, 8), spread=law, stragglers=Stragglers())
+    small = Shape(width=64, inner=32, experts=32, top_k=4)
+    request = Request(shape=small, ranks=8, tokens=50, mode="forward", layers=30, seed=3)
+    plan = next(p for p in choose(request, world) if p.layout.ep == 8)
+    assert plan.imbalance == pytest.approx(sorted(planned)[2])
 
 
 @pytest.mark.parametrize("text", ["zipf", "even:1", "zipf:x", "fast", "zipf:-1"])
@@ -268,7 +288,8 @@ def test_what_a_plan_loses_by_is_the_largest_of_its_parts(mode: str) -> None:
         named.add(name)
         assert words.get(name, "hide") in str(plan.why_not)
         assert f"({1e3 * longer[name]:.2g} ms)" in str(plan.why_not)
-    assert {"rows", "experts", "host"} <= named
+    assert {"rows", "host"} <= named
+    assert named & {"experts", "sync"}
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from imbrex.simulate import (
     predict,
     traffic,
 )
-from imbrex.simulate.loads import of_ranks
+from imbrex.simulate.loads import homes, of_homes, of_ranks
 
 WAYS: Mapping[str, Layout] = {
     "megatron": Layout(transport="copy-per-choice"),
@@ -166,14 +166,14 @@ def wide_ep(options: Options) -> Finding:
     for ranks in (4, 8, 16, 32, 64):
         fabric = islands(profile, ranks, ranks)
         case = Case(profile=profile, fabric=fabric, shape=shape, tokens=64, decode=True)
-        spread = Spread(kind="zipf", amount=0.6).draw(256, 64 * ranks * 8, 0, top_k=8)
+        law = Spread(kind="zipf", amount=0.6)
+        load_LE = law.draw(256, 64 * ranks * 8, 0, top_k=8)
+        planned = of_homes(load_LE, homes(law.record(256, 64 * ranks * 8, 0, top_k=8), ranks, 256 + 32))
         ways = {
             "alltoall": case,
             "allgather": case,
-            "alltoall, experts in order": replace(case, loads_W=of_ranks(spread, ranks, 0, planned=False)[0]),
-            "alltoall, planned, 32 replicas": replace(
-                case, loads_W=of_ranks(spread, ranks, 32, planned=True)[0]
-            ),
+            "alltoall, experts in order": replace(case, loads_W=of_ranks(load_LE, ranks)[0]),
+            "alltoall, planned, 32 replicas": replace(case, loads_W=planned[0]),
         }
         done = {
             n: predict(c, Layout(ep=ranks, transport=n.partition(",")[0]), backward=False)

@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from imbrex.contracts import Placement
-from imbrex.placement import LoadHistory, Target, plan_history, plan_layers
+from imbrex.placement import LoadHistory, Target, plan_history
 from imbrex.placement.bounds import Pouring
 from imbrex.placement.planner import to_held
 from imbrex.simulate.engine import Floats
 
 ROUNDS = 16
 """Rounds of pouring choices over replicas; the fullest rank is then within 0.1 % of the best split's."""
+DRAWN, RECORDED, MOST_RECORDED = 4, 16, 64
+"""Layers that are drawn, batches of a record that is drawn, and its layers at most."""
 MOST_SAMPLED = 2.0**53
 """Choices that are sampled; more have no noise that counts."""
 
@@ -54,7 +57,7 @@ class Spread:
             raise ValueError("--trace: nothing was chosen in any layer; record again")
         return Spread(kind="trace", history=history)
 
-    def draw(self, experts: int, choices: float, seed: int, *, top_k: int = 1, layers: int = 4) -> Floats:
+    def draw(self, experts: int, choices: float, seed: int, *, top_k: int = 1, layers: int = DRAWN) -> Floats:
         """Draw the choices of every expert, float64 [L, E], `choices` in all. A token chooses an expert at
         most once, so no expert has more than `choices` / `top_k`."""
         random = np.random.default_rng(seed)
@@ -70,7 +73,7 @@ class Spread:
                     f"--trace: it has {self.history.num_experts} experts, the model {experts}; give a trace "
                     "of this model"
                 )
-            load_LE = self.history.load()[self._places(self.history, layers)]
+            load_LE = self.history.load()[_places(self.history, layers)]
             return load_LE / load_LE.sum(1, keepdims=True)
         weight_E = np.ones((layers, experts))
         if self.kind == "zipf":
@@ -81,19 +84,32 @@ class Spread:
             weight_E = random.lognormal(0.0, self.amount, (layers, experts))
         return weight_E / weight_E.sum(1, keepdims=True)
 
-    def homes(self, ranks: int, slots: int, layers: int = 4) -> list[Placement]:
-        """Homes of the experts of the recorded layers that `draw` gives choices of, as a plan of the whole
-        trace for the balanced split has them."""
-        assert self.history is not None
-        numbers = [self.history.layers[place] for place in self._places(self.history, layers)]
-        planned = plan_history(self.history, Target(num_ranks=ranks, slots=slots), layers=numbers)
-        return [planned[number] for number in numbers]
+    def record(
+        self, experts: int, choices: float, seed: int, *, top_k: int = 1, layers: int = DRAWN
+    ) -> LoadHistory:
+        """The trace, or a record of the law that `draw` draws by: batches of so many choices, not its own.
+        layers: of the model, which share a planner's effort; like the drawn ones, and those among them."""
+        if self.history is not None:
+            return self.history
+        shares_LE = _capped(self._shares(experts, np.random.default_rng(seed), DRAWN), 1 / top_k)
+        layers = min(max(layers, DRAWN), MOST_RECORDED)
+        like_L = np.searchsorted(_spaced(layers, DRAWN), np.arange(layers), side="right") - 1
+        number = round(min(choices, MOST_SAMPLED))
+        counts_ILE = np.random.default_rng((seed, 1)).multinomial(
+            number, shares_LE[like_L], size=(RECORDED, layers)
+        )
+        return LoadHistory(counts_ILE=counts_ILE, layers=tuple(range(layers)), top_k=top_k)
 
-    @staticmethod
-    def _places(history: LoadHistory, layers: int) -> list[int]:
-        """Places in the history of at most so many layers that have choices, from the first to the last."""
-        able = np.flatnonzero(history.counts_ILE.any((0, 2)))
-        return able[np.unique(np.linspace(0, len(able) - 1, layers).astype(int))].tolist()
+
+def _spaced(number: int, most: int) -> NDArray[np.int64]:
+    """At most so many of `number` places, from the first to the last."""
+    return np.unique(np.linspace(0, number - 1, most).astype(np.int64))
+
+
+def _places(history: LoadHistory, layers: int) -> list[int]:
+    """Places in the history of at most so many layers that have choices, from the first to the last."""
+    able = np.flatnonzero(history.counts_ILE.any((0, 2)))
+    return able[_spaced(len(able), layers)].tolist()
 
 
 def _capped(shares_LE: Floats, cap: float) -> Floats:
@@ -108,15 +124,20 @@ def _capped(shares_LE: Floats, cap: float) -> Floats:
     return shares_LE / shares_LE.sum(1, keepdims=True)
 
 
-def of_ranks(load_LE: Floats, ranks: int, replicas: int, *, planned: bool) -> Floats:
-    """Rows of every rank over their mean, [L, W]: experts in order, or planned with `replicas` more slots and
-    split over these as evenly as it goes."""
+def of_ranks(load_LE: Floats, ranks: int) -> Floats:
+    """Rows of every rank over their mean, [L, W], with the experts in order."""
     experts = load_LE.shape[1]
-    if not planned and not replicas:
-        firsts = np.linspace(0, experts, ranks, endpoint=False).astype(int)
-        loads_LW = np.add.reduceat(load_LE, firsts, axis=1) if ranks <= experts else load_LE
-        return loads_LW / loads_LW.mean(1, keepdims=True)
-    return of_homes(load_LE, plan_layers(load_LE, ranks, experts + replicas))
+    firsts = np.linspace(0, experts, ranks, endpoint=False).astype(int)
+    loads_LW = np.add.reduceat(load_LE, firsts, axis=1) if ranks <= experts else load_LE
+    return loads_LW / loads_LW.mean(1, keepdims=True)
+
+
+def homes(history: LoadHistory, ranks: int, slots: int, layers: int = DRAWN) -> list[Placement]:
+    """Homes of the experts of the recorded layers that `Spread.draw` gives choices of, as a plan of the whole
+    record for the balanced split has them."""
+    numbers = [history.layers[place] for place in _places(history, layers)]
+    planned = plan_history(history, Target(num_ranks=ranks, slots=slots), layers=numbers)
+    return [planned[number] for number in numbers]
 
 
 def of_homes(load_LE: Floats, placements: Sequence[Placement]) -> Floats:
@@ -162,4 +183,4 @@ class Stragglers:
         return np.where(random.random(ranks) < self.chance, slow_W * max(1.0, self.factor), slow_W)
 
 
-__all__ = ["Spread", "Stragglers", "of_homes", "of_ranks"]
+__all__ = ["Spread", "Stragglers", "homes", "of_homes", "of_ranks"]

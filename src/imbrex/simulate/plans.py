@@ -2,8 +2,8 @@
 
 Every layout that can run is simulated: all divisions of the ranks into EP x TP x DP, transports, codecs,
 schedules, and numbers of replicas. For one that cannot run there is a reason. Loads come from a trace or a
-distribution. For a trace, experts are placed by a plan of the whole trace, and choices are split over
-replicas as evenly as possible.
+distribution. Experts are placed by a plan of the whole trace, or of a record drawn from the distribution, and
+choices are split over replicas as evenly as possible.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ CLOSE = 1.02
 """Plans within this of the best are as good: the simpler one is taken."""
 TELLS = 0.05
 """A smaller change cannot be told from a prediction's error."""
-MOST_DRAWN = 256
-"""Ranks up to which rows of every rank are drawn and placed; beyond, the mean rank stands for all."""
+MOST_PLACED = 256 * 256
+"""Ranks times experts up to which four layers are drawn and placed; beyond, one is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,16 +249,16 @@ def _loads(request: Request, world: World, layout: Layout, drawn: dict[tuple[int
     key = layout.ep, layout.replicas
     if key not in drawn:
         experts, top_k, spread = request.shape.experts, request.shape.top_k, world.spread
-        load_LE = spread.draw(experts, request.tokens * layout.group * top_k, request.seed, top_k=top_k)
-        if layout.ep > MOST_DRAWN:
+        choices = request.tokens * layout.group * top_k
+        load_LE = spread.draw(experts, choices, request.seed, top_k=top_k)
+        if layout.ep * experts > MOST_PLACED:
             load_LE = load_LE[:1]
-        if spread.history is None:
-            planned = layout.ep > 1 and (layout.replicas > 0 or spread.kind in ("zipf", "lognormal"))
-            load_LW = loads.of_ranks(load_LE, layout.ep, layout.replicas, planned=planned)
+        if spread.history or (layout.ep > 1 and (layout.replicas or spread.kind in ("zipf", "lognormal"))):
+            record = spread.record(experts, choices, request.seed, top_k=top_k, layers=request.layers)
+            slots = experts + layout.replicas
+            load_LW = loads.of_homes(load_LE, loads.homes(record, layout.ep, slots, len(load_LE)))
         else:
-            load_LW = loads.of_homes(
-                load_LE, spread.homes(layout.ep, experts + layout.replicas, len(load_LE))
-            )
+            load_LW = loads.of_ranks(load_LE, layout.ep)
         drawn[key] = load_LW[load_LW.max(1).argsort()[len(load_LW) // 2]]
     return drawn[key].repeat(layout.tp)
 

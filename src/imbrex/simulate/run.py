@@ -249,8 +249,10 @@ class _Costs:
         share one, so a piece takes its part of the whole. apart: with nothing inside of another's launch."""
         whole = self.layout.schedule in DESIGNS
         part = 1 if whole else degree
-        crossed = self._tiers if self.tiered else self._nvlink if self.kernels else self._bytes
-        by_kind = crossed(part, backward)
+        if self.tiered:
+            by_kind = self._tiers(part, backward)
+        else:
+            by_kind = self._nvlink(part) if self.kernels else self._bytes(part, backward)
         by_kind |= self._experts(part, backward)
         if self.layout.schedule == "fused" and not apart:
             by_kind |= self._fused(by_kind, backward)
@@ -312,38 +314,42 @@ class _Costs:
         sharing = min(self.crowd.ranks, self.case.fabric.node)
         return traffic.seconds(flow, self.case.fabric, sharing=sharing) * np.maximum(1.0, self.load_W)
 
-    def _nvlink(self, degree: int, backward: bool) -> dict[Kind, Floats]:
+    def _nvlink(self, degree: int) -> dict[Kind, Floats]:
         """One kernel a crossing."""
         beside = degree > 1 or self.layout.schedule not in ("serial", "fused")
-        tokens = self.case.tokens / degree
-        out, back = self._crossings(self._wire(degree), tokens, degree, routed=not backward, beside=beside)
+        out, back = self._crossings(self._wire(degree), degree, beside=beside)
         return dict.fromkeys(Kind, np.zeros_like(self.load_W)) | {Kind.move_out: out, Kind.move_back: back}
 
-    def _crossings(
-        self, wire_W: Floats, tokens: float, degree: int, *, routed: bool, beside: bool
-    ) -> tuple[Floats, Floats]:
-        """Seconds of the kernels that dispatch and combine: a start, the routing of `tokens`, and the slower
-        of the wire and of the rows that they store or read. beside: products that run meanwhile."""
-        profile, shape = self.profile, self.case.shape
-        rows_W = self.rows * self.load_W / degree * shape.width * shape.value_bytes
+    def _crossings(self, wire_W: Floats, degree: int, *, beside: bool) -> tuple[Floats, Floats]:
+        """Seconds of the kernels that dispatch and combine: a start, and the slower of the wire and of the
+        rows that they store or read; choices are routed meanwhile. beside: products that run, too."""
+        profile, rows_W = self.profile, self._row_bytes(degree)
         few = self.case.tokens <= FEW_TOKENS
         sms = profile[f"{'beside' if beside else 'small' if few else 'dispatch'}_multiprocessors"]
-        routing = profile["choice_s"] * tokens * shape.top_k if routed else 0.0
         stored_W = rows_W / (sms * profile["stored_bytes_s_a_multiprocessor"])
-        out = np.maximum(wire_W, stored_W) + profile["dispatch_start_s"] + routing
+        out = np.maximum(wire_W, stored_W) + profile["dispatch_start_s"]
         back = np.maximum(wire_W * profile["combine_wire_factor"], rows_W / profile["summed_bytes_s"])
         return out, back + profile["combine_start_s"]
 
+    def _row_bytes(self, degree: int = 1) -> Floats:
+        """Bytes of the rows that the experts of every rank compute in a chunk."""
+        return self.rows * self.load_W / degree * self.case.shape.width * self.case.shape.value_bytes
+
     def _fused(self, alone: Mapping[Kind, Floats], backward: bool) -> dict[Kind, Floats]:
-        """The rest of a crossing that is inside a product's launch. In a forward rows come beside gate and
-        up, two thirds of the experts; in a backward dx goes home beside the weights' gradients."""
-        profile = self.profile
+        """The rest of a crossing that is inside a product's launch. Rows come beside gate and up, two thirds
+        of the experts; those of dy beside the gradient through down, a third of the rows' gradients, and dx
+        goes home beside the weights'. Who brings rows reads every token once and stores its rows, and these
+        bytes the product beside it lacks: that is what rows still take, or what they take longer than it."""
+        profile, out, experts = self.profile, alone[Kind.move_out], alone[Kind.experts]
+        read = self.case.tokens * self.case.shape.width * self.case.shape.value_bytes + sum(self.flow.nbytes)
+        rate = profile["fused_again_bytes_s" if backward else "weights_bytes_s"]
+        beside, start = experts * (1 if backward else 2) / 3, profile["dispatch_start_s"]
+        taken = np.maximum((read + self._row_bytes()) / rate, out - start - beside)
+        found = {Kind.move_out: np.minimum(out, start + taken)}
         if backward:
-            kind, beside = Kind.move_back, alone[Kind.weights]
-        else:
-            kind, beside = Kind.move_out, alone[Kind.experts] * 2 / 3
-        share = profile[f"fused_hides_{'home' if backward else 'out'}"]
-        return {kind: alone[kind] + profile["fused_start_s"] - share * np.minimum(alone[kind], beside)}
+            home, weights = alone[Kind.move_back], alone[Kind.weights]
+            found[Kind.move_back] = home - profile["fused_hides_home"] * np.minimum(home, weights)
+        return found
 
     def _bytes(self, degree: int, backward: bool) -> dict[Kind, Floats]:
         profile, shape, codec = self.profile, self.case.shape, self.layout.codec
@@ -378,7 +384,7 @@ class _Costs:
         wire_W = self._sent(traffic.part(traffic.across(self.flow), degree))
         near_W = self._sent(traffic.part(traffic.inside(self.flow), degree))
         if self.kernels_inside:
-            spread, summed = self._crossings(near_W, pool, degree, routed=not backward, beside=degree > 1)
+            spread, summed = self._crossings(near_W, degree, beside=degree > 1)
         else:
             spread = summed = near_W + self.rows * self.load_W / degree * copied
         host, _ = self._asking(backward)
