@@ -86,8 +86,8 @@ SIMULATE = [
         "loads-of-another-plan",
         "simulate/plans.py",
         "with a trace, the loads shown are not those of the plan that is written",
-        "        if spread.history is None:\n",
-        "        if True:\n",
+        "load_LW = loads.of_homes(load_LE, loads.homes(record, layout.ep, slots, len(load_LE)))",
+        "load_LW = loads.of_ranks(load_LE, layout.ep)",
         ("unit/test_plan_cli.py::test_the_loads_shown_are_those_of_the_plan_that_is_written",),
     ),
     Fault(

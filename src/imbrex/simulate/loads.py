@@ -102,7 +102,7 @@ class Spread:
 
 
 def _spaced(number: int, most: int) -> NDArray[np.int64]:
-    """At most so many of `number` places, from the first to the last."""
+    """Places, at most so many of `number`, from the first to the last."""
     return np.unique(np.linspace(0, number - 1, most).astype(np.int64))
 
 

@@ -344,12 +344,12 @@ class _Costs:
         read = self.case.tokens * self.case.shape.width * self.case.shape.value_bytes + sum(self.flow.nbytes)
         rate = profile["fused_again_bytes_s" if backward else "weights_bytes_s"]
         beside, start = experts * (1 if backward else 2) / 3, profile["dispatch_start_s"]
-        taken = np.maximum((read + self._row_bytes()) / rate, out - start - beside)
-        found = {Kind.move_out: np.minimum(out, start + taken)}
+        rest = np.maximum((read + self._row_bytes()) / rate, out - start - beside)
+        moves = {Kind.move_out: np.minimum(out, start + rest)}
         if backward:
             home, weights = alone[Kind.move_back], alone[Kind.weights]
-            found[Kind.move_back] = home - profile["fused_hides_home"] * np.minimum(home, weights)
-        return found
+            moves[Kind.move_back] = home - profile["fused_hides_home"] * np.minimum(home, weights)
+        return moves
 
     def _bytes(self, degree: int, backward: bool) -> dict[Kind, Floats]:
         profile, shape, codec = self.profile, self.case.shape, self.layout.codec
