@@ -101,9 +101,9 @@ class Spread:
         return LoadHistory(counts_ILE=counts_ILE, layers=tuple(range(layers)), top_k=top_k)
 
 
-def _spaced(number: int, most: int) -> NDArray[np.int64]:
-    """Places, at most so many of `number`, from the first to the last."""
-    return np.unique(np.linspace(0, number - 1, most).astype(np.int64))
+def _spaced(number: int, limit: int) -> NDArray[np.int64]:
+    """Places, at most `limit` of `number`, from the first to the last."""
+    return np.unique(np.linspace(0, number - 1, limit).astype(np.int64))
 
 
 def _places(history: LoadHistory, layers: int) -> list[int]:
