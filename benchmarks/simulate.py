@@ -102,6 +102,7 @@ def _gpu_parts(profile: Profile) -> list[Part]:
     left = [row for row in both if not is_piece_fitted(row) and not is_fused_fitted(row)]
     fused = tuple(row for row in left if row["run"] == 0)
     other_card = tuple(row for row in left if row["run"] in (1, 2))
+    newer = tuple(row for row in left if row["run"] in (3, 4))
 
     over_sockets = partial(of_schedule, with_older_host(profile))
     tiers = tuple(
@@ -116,6 +117,7 @@ def _gpu_parts(profile: Profile) -> list[Part]:
     return [
         Part("whole layer, NVLink, 2 and 4 GPUs", "layer", layers, nvlink, predicted),
         Part("serial and fused layer, 2 GPUs", "fused", fused, nvlink, predicted),
+        Part("serial and fused layer, 2 GPUs, later", "fused", newer, nvlink, predicted),
         Part("serial and fused layer, 2 and 4 GPUs (H100)", "fused", other_card, nvlink, predicted),
         Part("schedules, NVLink, 2 and 4 GPUs", "schedule", _ways(9, 13), nvlink, predicted),
         Part("whole layer, NCCL over NVLink, 2 GPUs", "layer", bytewise, nvlink, predicted),
