@@ -13,6 +13,7 @@ from torch import Tensor
 from imbrex import transport as transports
 from imbrex.codec.cast import as_bytes, from_bytes
 from imbrex.contracts import Traffic, Transport
+from imbrex.runtime.waits import all_gather_single
 from imbrex.testing.conformity import FLOATS, ConformityError, on, require
 
 TOKENS = (5, 0, 17, 1)
@@ -61,6 +62,7 @@ class _Check:
     ) -> None:
         self.transport, self.group, self.device, self.seed = transport, group, device, seed
         self.world, self.rank = _size(group), 0 if group is None else dist.get_rank(group)
+        self.planned: dict[str, Traffic] = {}
 
     def together(self, what: str, check) -> None:
         """Run a check, then tell every rank, so that no rank waits for one that has left."""
@@ -71,11 +73,18 @@ class _Check:
         except ConformityError as error:
             problem = f"{self.transport.name}: {what}: {error}"
         problems = [problem]
-        if self.group is not None:
+        if self.group is not None and self._any(problem is not None):
             problems = [None] * self.world
             dist.all_gather_object(problems, problem, group=self.group)
         for rank, text in enumerate(problems):
             require(text is None, f"rank {rank}: {text}")
+
+    def _any(self, mine: bool) -> bool:
+        """Whether it is so on any rank. Texts cross only then: objects take two collectives."""
+        all_W = torch.empty(self.world, dtype=torch.uint8, device=self.device)
+        mine_1 = torch.full((1,), mine, dtype=torch.uint8, device=self.device)
+        all_gather_single(all_W, mine_1, group=self.group)
+        return bool(all_W.any())
 
     def counts(self) -> None:
         for length in (1, 5):
@@ -98,7 +107,7 @@ class _Check:
             self._content(source, masks[source][:, self.rank].nonzero()[:, 0], 0, width)
             for source in range(self.world)
         ]
-        self._move(self.transport.begin_move, sent_TB, self._traffic(masks), torch.cat(expected))
+        self._move(self.transport.begin_move, sent_TB, self._traffic(kind, masks), torch.cat(expected))
 
     def rows_back(self, kind: str, width: int) -> None:
         masks = [self._mask(kind, rank) for rank in range(self.world)]
@@ -108,13 +117,14 @@ class _Check:
             return self._content(reader, masks[source][:, reader].nonzero()[:, 0], source + 1, width)
 
         if self.transport.sums_on_the_way:
-            self._sums_back(masks, width)
+            self._sums_back(kind, masks, width)
             return
         returned_MB = torch.cat([written(self.rank, source) for source in range(self.world)])
         expected = torch.cat([written(reader, self.rank) for reader in range(self.world)])
-        self._move(self.transport.begin_move_back, returned_MB, self._traffic(masks), expected)
+        traffic = self._traffic(kind, masks)
+        self._move(self.transport.begin_move_back, returned_MB, traffic, expected)
 
-    def _sums_back(self, masks: list[Tensor], width: int) -> None:
+    def _sums_back(self, kind: str, masks: list[Tensor], width: int) -> None:
         """Check the sums of each token's rows, of whole numbers so that they are exact. Where rows may be
         added on the way, nothing else is known."""
 
@@ -123,7 +133,7 @@ class _Check:
             return (tokens[:, None] * 7 + reader * 3 + torch.arange(width, device="cpu")).float()
 
         returned = torch.cat([written(self.rank, source) for source in range(self.world)])
-        traffic = self._traffic(masks)
+        traffic = self._traffic(kind, masks)
         moved = self.transport.begin_move_back(as_bytes(returned.to(self.device)), traffic).finish().cpu()
         tokens_N = self.transport.home(traffic)[0].cpu()
         require(len(moved) == len(tokens_N), f"{len(moved)} rows come back for {len(tokens_N)} sent")
@@ -136,10 +146,12 @@ class _Check:
         wrong = (sums != expected).any(1).nonzero().flatten().tolist()
         require(not wrong, f"the sum of what came back for token {wrong[:1]} is not that of what was sent")
 
-    def _traffic(self, masks: list[Tensor]) -> Traffic:
-        rows = [torch.stack([w.sum(0) for w in masks])]
-        planned = self.transport.plan([masks[self.rank].to(self.device)], rows)
-        return planned[0]
+    def _traffic(self, kind: str, masks: list[Tensor]) -> Traffic:
+        """Planned once for rows of all widths and both ways, as a layer does."""
+        if kind not in self.planned:
+            rows = [torch.stack([w.sum(0) for w in masks])]
+            (self.planned[kind],) = self.transport.plan([masks[self.rank].to(self.device)], rows)
+        return self.planned[kind]
 
     def _move(self, begin, encoded: Tensor, traffic: Traffic, expected: Tensor) -> None:
         encoded = encoded.to(self.device)
