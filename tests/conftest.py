@@ -31,6 +31,7 @@ LONGEST = [
     "ranks/test_tiered",
     "ranks/test_tiered_hostile",
     "ranks/test_layer_nvlink",
+    "ranks/test_memory",
     "ranks/test_tuning",
     "ranks/test_fused_moving",
     "ranks/test_pipelined",
@@ -65,6 +66,8 @@ LONGEST = [
     "ranks/test_rank_lost",
     "ranks/test_sync_in_backward",
     "unit/test_liveness",
+    "unit/test_plan_cli",
+    "ranks/test_fsdp_models",
     "unit/test_exchange_failed",
     "unit/test_deep_ep",
     "ranks/test_compile",
@@ -107,6 +110,14 @@ def pytest_configure(config: pytest.Config) -> None:
     (folder / "kernels").symlink_to(kernels)
     os.environ["IMBREX_CACHE_DIR"] = str(folder)
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    do_not_interrupt_each_other()
+
+
+def do_not_interrupt_each_other() -> None:
+    """A thread that wakes up waits until the processor is free, in all processes that are started from here:
+    ranks are more than processors, and gloo's threads wake up for every message."""
+    if hasattr(os, "SCHED_BATCH"):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def pytest_collection_finish() -> None:
