@@ -114,10 +114,10 @@ def run_bad_chunks(ranks: Ranks, degree: int, slots: Any) -> dict[str, str]:
     return answers
 
 
-@pytest.mark.parametrize(
-    "slots", [[[0, 1, 2], [3, 4, 5]], [[0, 1, 2, 3], [4, 5, 0, 2]]], ids=["plain", "replicas"]
-)
-@pytest.mark.parametrize("degree", [1, 3, MANY])
+PLAIN, REPLICAS = [[0, 1, 2], [3, 4, 5]], [[0, 1, 2, 3], [4, 5, 0, 2]]
+
+
+@pytest.mark.parametrize(("degree", "slots"), [(1, REPLICAS), (3, PLAIN), (MANY, REPLICAS)])
 def test_wrong_on_one_rank(pool: Pool, degree: int, slots: Any) -> None:
     ours, theirs = pool.run(2, run_bad_chunks, degree, slots)
     assert ours == theirs
