@@ -1,13 +1,14 @@
-"""imbrex's MoE layer in Megatron-Core, through Megatron's own specs.
+"""imbrex's MoE layer in Megatron-Core, by Megatron's own specs.
 
     from imbrex.adapters.megatron import with_imbrex
 
     spec = with_imbrex(get_gpt_layer_local_spec(num_experts=64))  # of a layer or a block, with TE or without
     model = GPTModel(config, spec, ...)
 
-Wherever the spec has Megatron's `MoELayer`, ours stands: Megatron's router, losses, shared experts, latent
-projections and recomputation, imbrex's exchange and experts. `MoESubmodules(experts=ImbrexExperts)` takes the
-experts alone, behind any of Megatron's dispatchers. Wants Megatron-Core 0.16 or newer.
+imbrex's layer replaces Megatron's `MoELayer` everywhere in the spec. Router, losses, shared experts, latent
+projections and recomputation stay Megatron's; the exchange and the experts are imbrex's.
+`MoESubmodules(experts=ImbrexExperts)` uses the experts alone, with any of Megatron's dispatchers. Needs
+Megatron-Core 0.16 or newer.
 """
 
 from __future__ import annotations
@@ -48,22 +49,23 @@ PLAIN = {
     "moe_apply_probs_on_input": False,
     "delay_wgrad_compute": False,
 }
-"""Megatron's configuration of experts that imbrex computes."""
+"""The settings of Megatron's configuration for experts that imbrex can compute."""
 REFUSED = {
     "moe_shared_expert_overlap": "imbrex moves rows in one call; compute shared experts beside it",
     "moe_pad_expert_input_to_capacity": "rows need no padding; drop by moe_expert_capacity_factor alone",
     "moe_router_padding_for_quantization": "its padding adds choices to tokens; leave it out",
     "overlap_dispatch_backward_with_experts_wgrad": "rows go home in one call; leave it out",
 }
-"""Settings of Megatron's that ask something of its own dispatchers, and what to do."""
+"""Settings of Megatron's dispatchers that imbrex does not have, and what to do instead."""
 EXTRA = "._extra_state"
 
 
 def with_imbrex(spec: Any, **settings: Any) -> Any:
-    """The spec of a layer, a block or an MTP block with `ImbrexMoELayer` wherever it has Megatron's
-    `MoELayer`; the given spec stays. settings: `transport`, `codec`, `schedule`, `experts`, `timeout`.
+    """Return a spec of a layer, a block or an MTP block in which `ImbrexMoELayer` replaces Megatron's
+    `MoELayer`; the given spec is not changed. settings: `transport`, `codec`, `schedule`, `experts`,
+    `timeout`.
 
-    Raises ValueError where there is none.
+    Raises ValueError if the spec has no `MoELayer`.
     """
     ours = _exchanged(spec, settings)
     if ours is spec:
@@ -97,7 +99,7 @@ def _exchanged(spec: Any, settings: Mapping[str, Any]) -> Any:
 
 
 def why_not_own(config: Any) -> str | None:
-    """Why imbrex cannot compute the experts of this configuration, or `None`, as for plain SwiGLU."""
+    """Why imbrex cannot compute the experts of this configuration, or `None`: it computes plain SwiGLU."""
     for name, value in PLAIN.items():
         if getattr(config, name, value) not in (value, None):
             return f"{name} is {getattr(config, name)}"
@@ -105,12 +107,12 @@ def why_not_own(config: Any) -> str | None:
 
 
 class ImbrexExperts(nn.Module):
-    """The experts of one rank in Megatron's order of arguments, computed by imbrex.
+    """The experts of one rank with Megatron's arguments, computed by imbrex.
 
-    Parameters are imbrex's: `experts.gate_up_proj` [e, 2F, D] and `experts.down_proj` [e, D, F]; distributed
-    checkpoints have Megatron's names and shapes, so its own experts read them and the other way round.
-    implementation: as in `imbrex.experts.Experts`. Raises ValueError where the configuration asks for other
-    experts than plain SwiGLU, or for experts that tensor ranks share.
+    Parameters are imbrex's: `experts.gate_up_proj` [e, 2F, D] and `experts.down_proj` [e, D, F]. Distributed
+    checkpoints have Megatron's names and shapes, so Megatron's own experts can read them, and vice versa.
+    implementation: as in `imbrex.experts.Experts`. Raises ValueError if the configuration has experts other
+    than plain SwiGLU, or experts that tensor ranks share.
     """
 
     implementation = "auto"
@@ -148,8 +150,8 @@ class ImbrexExperts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the weights by Megatron's functions: on a GPU by its generator of experts, on a CPU all
-        experts on every rank, so that seeds may be equal."""
+        """Draw the weights by Megatron's functions: on a GPU from its generator for experts; on a CPU each
+        rank draws all experts, so that equal seeds give different experts."""
         if not self.config.perform_initialization:
             return
         from megatron.core import tensor_parallel  # pyright: ignore[reportMissingImports]
@@ -173,7 +175,8 @@ class ImbrexExperts(nn.Module):
     def forward(
         self, rows_RD: Tensor, tokens_per_expert: Tensor, probs_R: Tensor, **_: Any
     ) -> tuple[Tensor, None]:
-        """Expert-major rows of the local experts to as many, times their probabilities, in their dtype."""
+        """Compute the expert-major rows of the local experts, times their probabilities, in the rows'
+        dtype."""
         counts_e = tokens_per_expert.to(rows_RD.device, torch.int64)
         handle = Handle(weights_R=probs_R.float(), state=(), num_tokens=rows_RD.shape[0])
         out_RD = self.experts(Dispatched(rows_RD=rows_RD, counts_e=counts_e, handle=handle))
@@ -182,7 +185,7 @@ class ImbrexExperts(nn.Module):
         return out_RD.to(rows_RD.dtype), None
 
     def backward_dw(self) -> None:
-        """Nothing is left: gradients of weights are made with those of rows."""
+        """Nothing to do: gradients of weights are computed together with those of rows."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
@@ -227,7 +230,8 @@ class ImbrexExperts(nn.Module):
 
 
 class TheirExperts:
-    """Megatron's experts in the place of imbrex's: they take counts from the host, and weigh rows."""
+    """Megatron's own experts with imbrex's contract of experts. They need counts on the host, and weigh
+    rows."""
 
     applies_weights, forms = True, (RowForm.ROWS,)
 
@@ -244,12 +248,13 @@ class TheirExperts:
 
 
 class Handing(MoETokenDispatcher):
-    """Megatron's contract of a dispatcher that dispatches nothing: the layer does, in one call."""
+    """A dispatcher with Megatron's contract that does nothing but keep the routing: the layer dispatches,
+    computes and combines in one call."""
 
     def dispatch_preprocess(
         self, tokens: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Tokens as [T, D]; the map stays here for the layer."""
+        """Return the tokens as [T, D], and keep the routing map for the layer."""
         self.shape, self.map_TE = tokens.shape, routing_map
         return tokens.reshape(-1, tokens.shape[-1]), probs
 
@@ -258,13 +263,13 @@ class Handing(MoETokenDispatcher):
 
 
 class ImbrexMoELayer(MoELayer):
-    """Megatron's MoE layer with the exchange of imbrex, and its experts where they are plain SwiGLU.
+    """Megatron's MoE layer with imbrex's exchange, and with imbrex's experts if they are plain SwiGLU.
 
     transport, codec, schedule, timeout: as in `imbrex.MoELayer`. experts: `loop`, `grouped`, `kernels`,
-        `kernels-fp8`, `auto`, or `megatron` for those of the spec. The exchange is made in the first call, by
-        all ranks of the expert-parallel group together.
+    `kernels-fp8`, `auto`, or `megatron` for those of the spec. The exchange is made in the first call, by all
+    ranks of the expert-parallel group together.
 
-    Raises ValueError where the configuration asks for what is not there.
+    Raises ValueError if the configuration needs something that imbrex does not have.
     """
 
     def __init__(
@@ -301,7 +306,7 @@ class ImbrexMoELayer(MoELayer):
         return hidden_states, probs
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """Tokens to their experts and back, in one call of the strategy: [T, D], and no bias."""
+        """Send tokens to their experts and back, in one call of the strategy. Returns [T, D], and no bias."""
         if self._exchange is None:
             self._exchange = self._open(hidden_states)
         routing = routing_of(self.token_dispatcher.map_TE, probs, self.config.moe_router_topk)
@@ -327,8 +332,8 @@ class ImbrexMoELayer(MoELayer):
 
 
 def routing_of(map_TE: Tensor, probs_TE: Tensor, top_k: int) -> Routing:
-    """Megatron's map of choices, bool [T, E], and their probabilities as a routing, experts in ascending
-    order: a token has at most `top_k` choices."""
+    """The routing of Megatron's map of choices, bool [T, E], and their probabilities, float [T, E]. A token
+    has at most `top_k` choices, with experts in ascending order."""
     experts_TE = torch.arange(map_TE.shape[1], device=map_TE.device).where(map_TE, map_TE.shape[1])
     ids_TK = experts_TE.topk(top_k, dim=1, largest=False).values
     ids_TK = ids_TK.masked_fill(ids_TK == map_TE.shape[1], -1)

@@ -1,12 +1,12 @@
-"""imbrex moves torchtitan's tokens: one switch of its own, in every model with its `RoutedExperts`.
+"""imbrex's exchange in torchtitan, by one option, in every model with its `RoutedExperts`.
 
     torchrun ... --override.imports imbrex.adapters.torchtitan.exchange --training.disable_cuda_graphs
     ... --override.imports 'imbrex.adapters.torchtitan.exchange={"codec": "fp8"}'
 
-torchtitan imports this module for the name, and puts our dispatcher where its all-to-all would be. Router,
-experts, their sharding and the losses stay torchtitan's. A token goes once to every rank that hosts one of
-its experts, with its scores; rows come expert-major, and a rank sums a token's rows times their scores in
-float32 before they cross again. Wants torchtitan 0.3.
+torchtitan imports this module by the name, and uses our dispatcher in the place of its all-to-all. Router,
+experts, their sharding and the losses stay torchtitan's. A token goes once to every rank that has one of its
+experts, with its scores. Rows are expert-major, and a rank sums a token's rows times their scores in float32
+before they cross again. Needs torchtitan 0.3.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from imbrex.placement import contiguous
 
 
 class ImbrexTokenDispatcher(BaseEPTokenDispatcher):
-    """torchtitan's contract of a token dispatcher, over an `Exchange` that is made at the first call, which
-    knows the width and the dtype of tokens."""
+    """A token dispatcher with torchtitan's contract, over an `Exchange`. The exchange is made at the first
+    call, when width and dtype of tokens are known."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(AllToAllTokenDispatcher.Config):
@@ -50,7 +50,7 @@ class ImbrexTokenDispatcher(BaseEPTokenDispatcher):
         self._exchange: Exchange | None = None
 
     def init_buffer(self) -> None:
-        """Forget the exchange of another mesh: torchtitan calls it when it has wired one."""
+        """Drop the exchange, which is of another mesh: torchtitan calls this when it has made one."""
         self._exchange = None
 
     def dispatch(
@@ -60,8 +60,9 @@ class ImbrexTokenDispatcher(BaseEPTokenDispatcher):
         topk_expert_ids_TK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> tuple[Tensor, Tensor, Handle]:
-        """Rows for the local experts, expert-major, by source rank and token; how many each has, padding
-        included; and what `combine` needs. Differentiable in the tokens and the scores."""
+        """Return rows for the local experts, expert-major, by source rank and token; the number of each
+        expert's rows, padding included; and what `combine` needs. Differentiable in the tokens and the
+        scores."""
         if self._exchange is None:
             self._exchange = self._open(x_TD.shape[1], x_TD.dtype)
         routing = Routing(ids_TK=topk_expert_ids_TK.long(), weights_TK=topk_scores_TK.float())
@@ -70,7 +71,7 @@ class ImbrexTokenDispatcher(BaseEPTokenDispatcher):
         return dispatched.rows_RD, counts_e, dispatched.handle
 
     def combine(self, routed_output_RD: Tensor, metadata: Handle, x_TD: Tensor) -> Tensor:
-        """The sum of every token's rows times their scores, [T, D] in the rows' dtype."""
+        """Return the sum of every token's rows times their scores, [T, D], in the rows' dtype."""
         if self._exchange is None:
             raise ValueError(
                 "ImbrexTokenDispatcher.combine: nothing was dispatched since meshes were wired; call dispatch"
@@ -95,8 +96,8 @@ class ImbrexTokenDispatcher(BaseEPTokenDispatcher):
 
 @override(target=AllToAllTokenDispatcher.Config, description="imbrex moves tokens between ranks.")
 def exchange(config: Any, **settings: Any) -> Any:
-    """Our configuration in the place of torchtitan's. settings: fields of ours, from the command line. A
-    dispatcher that pads rows for quantised products has its multiple taken over."""
+    """Replace torchtitan's configuration of a dispatcher by ours. settings: fields of ours, from the command
+    line. If torchtitan's dispatcher pads rows for quantised products, ours pads to the same multiple."""
     padding = getattr(config, "pad_multiple", None)
     fields = settings if padding is None else {"alignment": padding, **settings}
     return derive(config, ImbrexTokenDispatcher.Config, **fields)

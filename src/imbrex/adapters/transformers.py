@@ -1,12 +1,13 @@
-"""imbrex behind transformers' own switches, in every model whose experts transformers keeps fused.
+"""imbrex behind transformers' own options, in every model whose experts transformers fuses.
 
     imbrex.adapters.transformers.register()
     config = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation="imbrex")
     model = AutoModelForCausalLM.from_pretrained(name, distributed_config=config)
 
-moves tokens between ranks, each of which has loaded its own experts only. On one rank, or after another
-implementation has moved them, `experts_implementation="imbrex"` computes experts. Router, losses, saving and
-FSDP stay transformers'. Wants transformers 5.23; `imbrex.adapters.huggingface` serves older ones.
+With `ep_implementation="imbrex"` imbrex moves tokens between ranks, each of which has loaded its own experts
+only. With `experts_implementation="imbrex"` it computes experts, on one rank or after another implementation
+has moved tokens. Router, losses, saving and FSDP stay transformers'. Needs transformers 5.23; for older ones
+use `imbrex.adapters.huggingface`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _registered = itertools.count()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choices:
-    """The pieces that `register` was given."""
+    """The arguments of a call of `register`."""
 
     transport: str | Transport | Auto
     codec: str | Codec | Wire | Mapping[str, str | Codec]
@@ -60,13 +61,13 @@ def register(
 ) -> None:
     """Make `name` an `ep_implementation` and an `experts_implementation` of transformers, in this process.
 
-    Every rank calls it before the model is loaded. Again with another name it makes a second choice, since
-    transformers' configuration carries no more than a name: `register("imbrex-fp8", codec="fp8")`.
+    Call it on every rank before the model is loaded. Call it with another name for other settings, since
+    transformers' configuration holds nothing but the name: `register("imbrex-fp8", codec="fp8")`.
     transport, codec, schedule, timeout: as in `MoELayer`. experts: `loop`, `grouped`, `kernels`,
-        `kernels-fp8` or `auto`. Experts that are no plain SwiGLU are computed by transformers, with a
-        warning that says why; tokens are moved all the same.
+    `kernels-fp8` or `auto`. Experts other than plain SwiGLU are computed by transformers, with a warning that
+    says why; imbrex moves their tokens nevertheless.
 
-    Raises ValueError where transformers has no such registry.
+    Raises ValueError if the installed transformers has no such registry.
     """
     reason = why_not_registered()
     if reason is not None:
@@ -80,7 +81,7 @@ def register(
 
 
 def why_not_registered() -> str | None:
-    """Why the installed transformers cannot be told of imbrex, or `None`."""
+    """Why the installed transformers cannot use imbrex, or `None`."""
     try:
         from transformers.distributed.expert_parallel import EPImplementationInterface  # noqa: F401
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: F401
@@ -95,7 +96,7 @@ def why_not_registered() -> str | None:
 
 
 def why_not_own(module: nn.Module) -> str | None:
-    """Why imbrex cannot compute these experts of transformers, or `None`, as for plain SwiGLU."""
+    """Why imbrex cannot compute these experts of transformers, or `None`: it computes plain SwiGLU."""
     from transformers.activations import ACT2FN
     from transformers.integrations import moe
 
@@ -120,7 +121,7 @@ def why_not_own(module: nn.Module) -> str | None:
 
 
 class OwnExperts:
-    """Experts of transformers computed by imbrex."""
+    """Experts of transformers, computed by imbrex."""
 
     def __init__(self, module: nn.Module, num_experts: int, implementation: str) -> None:
         down: Any = module.down_proj
@@ -145,7 +146,7 @@ class OwnExperts:
 
 
 class TheirExperts:
-    """Experts of transformers computed by transformers, one choice a row, of weight one."""
+    """Experts of transformers, computed by transformers, with one choice of weight 1 per row."""
 
     applies_weights, forms = False, (RowForm.ROWS,)
 
@@ -168,7 +169,7 @@ class TheirExperts:
 
 
 class Held(Lent):
-    """Experts for one call, with their parameters where these are at it."""
+    """Experts for one call, with the parameters as they are in that call."""
 
     def __init__(self, experts: OwnExperts | TheirExperts, module: nn.Module) -> None:
         self.experts, self.module = experts, module
@@ -202,8 +203,9 @@ class Held(Lent):
 
 
 class Seat:
-    """One experts module of transformers at the ranks of a group. It does not hold the module, which may hold
-    it. forward: transformers' own, of the module and its arguments."""
+    """The exchange and the experts of one experts module of transformers, over the ranks of a group. It does
+    not hold the module, which may hold it. forward: transformers' own function of the module and its
+    arguments."""
 
     exchange: Exchange
 
@@ -253,8 +255,8 @@ class Seat:
 
 
 class Seats(dict[int, Seat]):
-    """The seats of an experts module on one rank, by K. A copy of the module has none yet, nor has one that
-    comes from a file."""
+    """The `Seat`s of an experts module on one rank, by K. A copy of the module starts without any, and so
+    does one that is loaded from a file."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Seats:
         return Seats()

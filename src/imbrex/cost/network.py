@@ -1,9 +1,9 @@
-"""How long an exchange takes on a network of two tiers: one model for each transport.
+"""Predicts the time of an exchange on a network of two tiers, with one model for each transport.
 
-A rank sends T rows of B bytes' worth of tokens, each to k experts that are spread evenly over N nodes of M
-ranks. It wants a given rank with p = 1 - (1 - 1/(N M))^k and a given node with q = 1 - (1 - 1/N)^k. A
-message takes `start` seconds and `per_byte` for each byte, after the network's latency, measured with all
-ranks sending at once, so that what ranks of a node share is in the figure.
+A rank sends T tokens of B bytes, each to k experts that are spread evenly over N nodes of M ranks. A token
+goes to a given rank with probability p = 1 - (1 - 1/(N M))^k, and to a given node with q = 1 - (1 - 1/N)^k. A
+message takes `start` seconds, and `per_byte` for each byte, after the network's latency. These are measured
+with all ranks sending at once, so they include what ranks of a node share.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from pathlib import Path
 class Link:
     """The times of one tier.
 
-    latency: seconds until anything is there at all. start: seconds of every message besides. per_byte:
-    seconds a byte and rank, all ranks sending."""
+    latency: seconds until the first byte arrives. start: seconds of every further message. per_byte: seconds
+    per byte of a rank, if all ranks send.
+    """
 
     start: float
     per_byte: float
@@ -29,7 +30,8 @@ class Link:
     def through(
         one: tuple[int, float, float], several: tuple[int, float, float], large: tuple[int, float, float]
     ) -> Link:
-        """Fit a link to three measured (messages, bytes, seconds): one, several, and bytes that count."""
+        """Fit a link to three measurements (messages, bytes, seconds): one message, several, and many
+        bytes."""
         start = max(0.0, (several[2] - one[2]) / (several[0] - one[0]))
         rest = large[2] - one[2] - (large[0] - one[0]) * start
         per_byte = max(0.0, rest / (large[1] - one[1]))
@@ -43,8 +45,9 @@ class Link:
 class Network:
     """The measured links of `nodes` nodes of `size` ranks: inside a node, and between nodes.
 
-    together: how many times longer the library's all-to-all takes than its messages on these links, as what
-    all ranks send at once meets in the ports. Over gloo and four nodes it is 1.0; gloo's own takes 1.3."""
+    together: how many times longer the library's all-to-all takes than its messages alone, because all ranks'
+    messages meet in the ports. Over gloo and four nodes it is 1.0; gloo's own all-to-all takes 1.3.
+    """
 
     nodes: int
     size: int
@@ -57,7 +60,7 @@ class Network:
 
     @staticmethod
     def load(path: Path | str, nodes: int, size: int) -> Network:
-        """Raises ValueError where the file is no such measurement, or one of another group."""
+        """Read a measurement. Raises ValueError if the file is none, or is of a group of another shape."""
         try:
             read = json.loads(Path(path).read_text(encoding="utf-8"))
             inside, across = Link(**read["inside"]), Link(**read["across"])
@@ -82,7 +85,7 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """The exchange of a rank: its tokens, the bytes of a row, the choices of a token."""
+    """The exchange of a rank: its tokens, the bytes of a row, and the choices of a token."""
 
     tokens: int
     row_bytes: int
@@ -90,7 +93,7 @@ class Load:
 
 
 def rows(network: Network, load: Load) -> tuple[float, float]:
-    """Bytes that a rank has for one other rank, and for one other node if each token goes there once."""
+    """The bytes that a rank has for another rank, and for another node if each token goes there once."""
     ranks, nodes = network.nodes * network.size, network.nodes
     every = load.tokens * load.row_bytes
     to_rank = every * (1 - (1 - 1 / ranks) ** load.top_k)
@@ -98,33 +101,35 @@ def rows(network: Network, load: Load) -> tuple[float, float]:
 
 
 def alltoall(network: Network, load: Load) -> float:
-    """All messages at once: the slower tier decides (ScheMoE, Eq. 16)."""
+    """The seconds if all messages are sent at once: those of the slower tier (ScheMoE, Eq. 16)."""
     return network.together * at_once(network, rows(network, load)[0])
 
 
 def allgather(network: Network, load: Load) -> float:
-    """Every token to every rank, all messages at once."""
+    """The seconds if every token goes to every rank, with all messages sent at once."""
     return at_once(network, load.tokens * load.row_bytes)
 
 
 def pipe(network: Network, load: Load) -> float:
-    """The time of `alltoall`, and one more message to start."""
+    """The seconds of `alltoall`, and of one more message to start."""
     return network.together * at_once(network, rows(network, load)[0]) + network.inside.start
 
 
 def sequential(network: Network, load: Load) -> float:
-    """One tier after the other (Eq. 17)."""
+    """The seconds of one tier after the other (Eq. 17)."""
     return sum(_direct(network, rows(network, load)[0]))
 
 
 def two_level(network: Network, load: Load) -> float:
-    """2DH: inside first, everything that a rank has, then between ranks of equal place."""
+    """The seconds of 2DH: first all rows inside the node, then between ranks of the same place in their
+    nodes."""
     first, n, m = rows(network, load)[0], network.nodes, network.size
     return network.inside(m - 1, (m - 1) * n * first) + network.across(n - 1, (n - 1) * m * first)
 
 
 def leader(network: Network, load: Load) -> float:
-    """1DH: through the node's first rank, whose link carries all rows of the node, in and out again."""
+    """The seconds of 1DH: through the first rank of the node, whose link carries all rows of the node in and
+    out."""
     first, n, m = rows(network, load)[0], network.nodes, network.size
     inside = network.inside(m - 1, (m - 1) * n * m * first)
     # One sender a node does not share its link with the others.
@@ -132,8 +137,8 @@ def leader(network: Network, load: Load) -> float:
 
 
 def hierarchical(network: Network, load: Load, pieces: int = 4) -> float:
-    """Seconds of sending rows once to a node, piece by piece, and on to its ranks: those of the slower tier,
-    and of one piece on the other."""
+    """The seconds if a row goes once to a node, and on to its ranks, in pieces: those of the slower tier, and
+    of one piece on the other."""
     (first, once), n, m = rows(network, load), network.nodes, network.size
     across = network.across(pieces * (n - 1), (n - 1) * once)
     inside = network.inside((1 + pieces * (n - 1)) * (m - 1), n * (m - 1) * first)
@@ -141,7 +146,7 @@ def hierarchical(network: Network, load: Load, pieces: int = 4) -> float:
 
 
 def at_once(network: Network, one: float) -> float:
-    """Seconds of messages of `one` bytes to every other rank, all under way together."""
+    """The seconds of messages of `one` bytes to every other rank, sent at the same time."""
     return max(_direct(network, one))
 
 
@@ -160,9 +165,10 @@ COSTS: Mapping[str, Callable[[Network, Load], float]] = {
     "2dh": two_level,
     "hierarchical": hierarchical,
 }
-"""Seconds of the rows' way out, which are also those of the way back, by the name of the transport."""
+"""Predicted seconds of moving rows to the experts, which are also those of moving them back, by name of the
+transport."""
 
 
 def fastest(network: Network, load: Load) -> list[tuple[str, float]]:
-    """Transports by predicted seconds; of equals, the simpler one first."""
+    """The transports in the order of their predicted seconds; of equal ones, the simpler one first."""
     return sorted(((name, cost(network, load)) for name, cost in COSTS.items()), key=lambda pair: pair[1])

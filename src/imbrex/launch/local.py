@@ -1,4 +1,4 @@
-"""Local ranks through torchrun's elastic launcher, and what a rank does when it has to end early."""
+"""Starts local ranks by torchrun's elastic launcher, and ends a rank that fails with a report."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ def is_launched() -> bool:
 
 
 def meet(store: str | None) -> torch.device:
-    """Join a launcher's ranks, over gloo on CPUs and NCCL where there are GPUs. This rank's device.
+    """Join the process group of a launcher's ranks: gloo on CPUs, NCCL on GPUs. Returns this rank's device,
+    the GPU with the number LOCAL_RANK.
 
-    store: a file where the ranks meet; without, at MASTER_ADDR. A rank's GPU has the number of LOCAL_RANK.
-    Raises ValueError where no launcher started this.
+    store: a file where the ranks meet; by default they meet at MASTER_ADDR. Raises ValueError if no launcher
+    started this process.
     """
     import torch
     import torch.distributed as dist
@@ -62,23 +63,23 @@ def meet(store: str | None) -> torch.device:
 
 
 def end_with_launcher() -> None:
-    """A rank of this package's launcher ends when that does, even by SIGKILL: nobody else would end it."""
+    """Make this rank end when this package's launcher ends, even by SIGKILL. Nothing else would end it."""
     if is_launched():
         end_with_parent(int(os.environ[_LAUNCHED]))
 
 
 def complain(sentence: str) -> None:
-    """Print the one sentence in which a command ends."""
+    """Print the sentence with which a command ends, to standard error."""
     print(f"imbrex: error: {sentence}", file=sys.stderr, flush=True)
 
 
 def launch(
     arguments: Sequence[str], *, num_ranks: int, board: Path, timeout_s: float, hint: Callable[[], str]
 ) -> int:
-    """Run `imbrex ARGUMENTS` on `num_ranks` local ranks and wait; the exit code.
+    """Run `imbrex ARGUMENTS` on `num_ranks` local ranks and wait. Returns the exit code.
 
-    A rank that dies ends the run with one sentence that names it and where it was, read from `board`, and
-    what to do then, which is `hint()`. Raises ValueError for more ranks than this machine can hold.
+    If a rank dies, the run ends with a sentence that names it and says where it was, read from `board`,
+    followed by `hint()`, advice what to do. Raises ValueError for more ranks than this machine can hold.
     """
     check_memory(num_ranks)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -202,8 +203,12 @@ def _how(dead: Sequence[Phase], killed: dict[int, int]) -> str:
 
 
 class Rank:
-    """A rank's end, however it comes: a note for the launcher, or under an outer torchrun the sentence. hint:
-    what to do then. files: where the command's files go, as its user names it: "--out"."""
+    """The end of a rank, in every case: it leaves a note for the launcher or, under torchrun, prints the
+    sentence itself.
+
+    hint: advice what to do after a failure. files: the option that names the folder of the command's files,
+    such as "--out".
+    """
 
     def __init__(
         self,
@@ -220,7 +225,8 @@ class Rank:
         self.launched = is_launched()
 
     def run(self, work: Callable[[], None]) -> int:
-        """Do `work`, then leave its groups; the exit code. Where it is not 0, groups are still there."""
+        """Run `work`, then leave its process groups. Returns the exit code; if it is not 0, process groups
+        still exist."""
         from imbrex.runtime.waits import leave
 
         watch = death.Watch(

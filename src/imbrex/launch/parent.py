@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, however that ends."""
+"""Makes a process end when the process that started it ends, however that ends."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when the one that started it dies, even by SIGKILL.
+    """Have the kernel kill this process when its parent dies, even by SIGKILL. Works on Linux only.
 
-    parent: its process id, where it may be gone already: then this process ends at once. On Linux only;
-    elsewhere it does nothing.
+    parent: the parent's process id, if it may have ended already; then this process ends at once.
     """
     if sys.platform != "linux":
         return

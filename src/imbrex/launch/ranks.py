@@ -1,4 +1,4 @@
-"""Starting, joining and ending of the ranks of a command, the same for all that start some."""
+"""Starts, joins and ends the ranks of a command; for all commands that have some."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from imbrex.launch.memory import check_memory
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The dtypes of tokens and experts, as `--dtype` names them."""
 START_S = 300.0
-"""Ranks may take this long to come up and to draw their experts, whatever the time-out of a step."""
+"""Seconds that ranks have to start and to make their experts, whatever the time-out of a step."""
 
 
 def hint() -> str:
-    """Advice for a user whose rank was lost, at the end of the error."""
+    """Advice at the end of an error, for a user whose rank was lost."""
     return "run the command again"
 
 
 def take_world(args: argparse.Namespace) -> None:
-    """Fill in `ranks` as whoever started this rank says."""
+    """Fill in `ranks` from the environment of the launcher that started this rank."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         number = os.environ.get(name, "0")
         if not number.isdecimal():
@@ -42,7 +42,7 @@ def take_world(args: argparse.Namespace) -> None:
 
 
 def settle(args: argparse.Namespace, *, worker: bool) -> None:
-    """Fill in `ranks`, `device` and `dtype` where they depend on the machine, as options of these names."""
+    """Fill in `ranks`, `device` and `dtype`, options whose defaults depend on the machine."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if worker:
         take_world(args)
@@ -66,9 +66,12 @@ def run_on_ranks(
     worker: bool,
     layer_bytes: int = 0,
 ) -> int:
-    """Start ranks that run `imbrex` with the words of `command` and of `args`, or call `work` as one of them;
-    returns the exit code. Raises ValueError for ranks, with `layer_bytes` of memory that they hold together,
-    which do not fit into this machine."""
+    """Start ranks that run `imbrex` with the words of `command` and of `args`; or, as one of them (`worker`),
+    call `work`. Returns the exit code.
+
+    layer_bytes: memory that the ranks hold together. Raises ValueError if they do not fit into this machine's
+    memory.
+    """
     if worker:
         return be_a_rank(args, work)
     check_memory(args.ranks, layer_bytes)
@@ -82,7 +85,7 @@ def run_on_ranks(
 
 
 def words_of(args: argparse.Namespace) -> list[str]:
-    """The command line that says what `args` say, after the command's own words."""
+    """The options of a command line that sets `args`, without the command's own words."""
     words: list[str] = []
     for name, value in vars(args).items():
         if name in ("run", "bench", "command", "what") or value is None or value is False or value == []:
@@ -94,7 +97,8 @@ def words_of(args: argparse.Namespace) -> list[str]:
 
 
 def be_a_rank(args: argparse.Namespace, work: Callable[[int, Any], None]) -> int:
-    """Call `work` with this rank's number and its board; the exit code. Does not return where it is not 0."""
+    """Call `work` with this rank's number and its phase board. Returns the exit code 0, and ends the process
+    if there is another."""
     from imbrex.observe import PhaseBoard, death
 
     end_with_launcher()
@@ -121,7 +125,7 @@ def be_a_rank(args: argparse.Namespace, work: Callable[[int, Any], None]) -> int
 
 
 def end_as(rank: Rank, work: Callable[[int, Any], None], board: Any) -> None:
-    """Call `work` with this rank's number and its board. Ends the process where that fails."""
+    """Call `work` with this rank's number and its phase board. Ends the process if it fails."""
     code = rank.run(lambda: work(rank.rank, board))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -131,8 +135,8 @@ def end_as(rank: Rank, work: Callable[[int, Any], None], board: Any) -> None:
 
 
 def join(args: argparse.Namespace, start_s: float = START_S) -> torch.device:
-    """Join the ranks that were started; this rank's device. start_s: they may take so long to come up,
-    whatever the time-out of a step."""
+    """Join the other ranks. Returns this rank's device. start_s: seconds that ranks have to start, whatever
+    the time-out of a step."""
     device = torch.device("cpu")
     if args.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

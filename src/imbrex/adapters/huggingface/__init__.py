@@ -1,17 +1,17 @@
-"""Mixture-of-Experts blocks of Hugging Face models: their configuration and their weights in a `MoELayer`.
+"""Mixture-of-Experts blocks of Hugging Face models as `MoELayer`s: their configuration and their weights.
 
     layers = replace_blocks(model, torch.distributed.group.WORLD)
     ...
     model.save_pretrained("folder")  # on every rank: all experts, under transformers' names
     restore_blocks(model)            # transformers' own blocks again
 
-puts a layer in the place of every block of a transformers model. A layer alone, from a downloaded checkpoint:
+replaces every block of a transformers model by a layer. For a single layer from a downloaded checkpoint:
 
     weights = SafetensorsFolder("Mixtral-8x7B-v0.1")
     layer = MoELayer(moe_config(json.loads(Path("Mixtral-8x7B-v0.1/config.json").read_text())), group)
     load_block(layer, weights, block_prefix(weights, 0))
 
-Every rank reads and keeps only the experts, and the piece of their width, that live on it.
+Every rank reads and keeps only its own experts, or its piece of their width.
 """
 
 from imbrex.adapters.huggingface.blocks import replace_blocks, restore_blocks

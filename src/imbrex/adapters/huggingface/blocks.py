@@ -88,7 +88,7 @@ def replace_blocks(
 
 
 def moe_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name, block) of every MoE block of transformers in a model."""
+    """The name and the block of every MoE block of transformers in a model."""
     return [
         (path, child)
         for path, child in model.named_modules()
@@ -99,11 +99,12 @@ def moe_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def restore_blocks(model: nn.Module) -> list[nn.Module]:
-    """Put transformers' blocks back where `replace_blocks` took them, whole on every rank, with the weights
-    that the layers have now, bit for bit; the blocks. Collective over the ranks of the layers.
+    """Put transformers' blocks back in the place of the layers that replaced them. Returns the blocks. Every
+    rank gets all experts, with the layers' present weights, bit for bit. Collective over the ranks of the
+    layers.
 
-    Raises ValueError, on every rank, where `model` has no replaced blocks, experts are wrapped, or FSDP2
-    shards what is in them.
+    Raises ValueError, on every rank, if `model` has no replaced blocks, or if experts are wrapped or sharded
+    by FSDP2.
     """
     places = [
         (parent, name, child)

@@ -1,8 +1,8 @@
-"""A transformers model from a checkpoint's folder, each rank reading its own experts only.
+"""Loads a transformers model from a checkpoint's folder, with each rank reading its own experts only.
 
-transformers builds the model without values and without its MoE blocks, and reads what is left; the layers
-that take the blocks' places look up their own tensors in the same files. So no rank ever holds an expert
-that is not its own, and none is drawn to be overwritten.
+transformers builds the model without memory for its weights and without its MoE blocks, and reads the rest.
+The layers that replace the blocks read their own tensors from the same files. So a rank never holds another
+rank's experts, and no weights are initialised to be overwritten.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def from_pretrained(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> Any:
-    """The causal language model of a checkpoint, its MoE blocks replaced as by `replace_blocks`.
+    """Load the causal language model of a checkpoint, with its MoE blocks replaced as by `replace_blocks`.
 
-    folder: with config.json and *.safetensors, as downloaded. dtype: `None` is the checkpoint's own.
-    options: of `replace_blocks`.
+    folder: with config.json and *.safetensors, as downloaded. dtype: `None` is the checkpoint's own. options:
+    those of `replace_blocks`.
 
-    Raises ValueError for a quantised checkpoint, and where `replace_blocks` does.
+    Raises ValueError for a quantised checkpoint, and for what `replace_blocks` refuses.
     """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING

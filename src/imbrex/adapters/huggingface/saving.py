@@ -1,7 +1,7 @@
-"""A model with replaced blocks as transformers would save it: all experts, under its own names.
+"""Saves a model with replaced blocks as transformers would: all experts, under transformers' names.
 
-One layer at a time is gathered to the rank that writes; files take the names of a sharded checkpoint once
-all are there.
+The layers' experts are gathered to the rank that writes, one layer at a time. When all files are complete,
+they are renamed to those of a sharded checkpoint.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ def save_pretrained(
     max_shard_size: int | str = "5GB",
     **options: Any,
 ) -> None:
-    """Write configuration and weights so that `from_pretrained` of transformers reads them.
+    """Write configuration and weights so that transformers' `from_pretrained` can read them.
 
-    model: with blocks that `replace_blocks` replaced, where it is the model's own `save_pretrained`.
-        Collective over the ranks of its layers: every rank calls it, the first of them writes, and holds one
-        layer's experts and one file's tensors at a time. An error on one rank is raised on all, and what was
-        in the folder before is still there.
-    max_shard_size: bytes, or such as "5GB", after which a file ends.
-    options: of transformers' method. `is_main_process`, `save_function` and `safe_serialization` have no
-        effect; ValueError for the others.
+    model: with blocks that `replace_blocks` replaced; this function is then the model's own
+    `save_pretrained`. Collective over the ranks of its layers: every rank calls it; the first one writes, and
+    holds one layer's experts and one file's tensors at a time. An error on one rank is raised on all, and the
+    folder keeps what it had before.
+    max_shard_size: the size at which a file ends, in bytes or as in "5GB".
+    options: those of transformers' method. `is_main_process`, `save_function` and `safe_serialization` have
+    no effect; other ones are a ValueError.
 
-    Raises RankLostError where a rank does not call it.
+    Raises RankLostError if a rank does not call it.
     """
     blocks = replaced_blocks(model)
     if not blocks:

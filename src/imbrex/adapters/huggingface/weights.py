@@ -39,7 +39,7 @@ def load_block(layer: MoELayer, weights: Mapping[str, Tensor] | nn.Module, prefi
 
 
 def block_prefix(weights: Mapping[str, Tensor], layer: int) -> str:
-    """The prefix of the names of layer `layer`'s MoE block. ValueError where that layer has none."""
+    """The prefix of the names of the MoE block of layer `layer`. Raises ValueError if that layer has none."""
     prefixes = (f"model.layers.{layer}.{block}." for block in BLOCK_NAMES)
     routers = ("gate.weight", "router.weight")
     for prefix in prefixes:
@@ -52,7 +52,7 @@ def block_prefix(weights: Mapping[str, Tensor], layer: int) -> str:
 
 
 class SafetensorsFolder(Mapping[str, Tensor]):
-    """The tensors of a folder's *.safetensors files by name, each read when it is asked for."""
+    """The tensors of a folder's *.safetensors files by name; each is read when it is looked up."""
 
     def __init__(self, folder: str | Path):
         from safetensors import safe_open
