@@ -14,7 +14,7 @@ from typing import Any
 MODULES: dict[str, tuple[str, ...]] = {
     "imbrex": (),
     "imbrex.router": (),
-    "imbrex.experts": ("Experts", "Lent", "Shard", "SharedExpert"),
+    "imbrex.experts": ("Experts", "ExternalExperts", "Shard", "SharedExpert"),
     "imbrex.transport": (),
     "imbrex.transport.sockets": ("widen",),
     "imbrex.codec": (),

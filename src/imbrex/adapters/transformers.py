@@ -29,7 +29,7 @@ from torch.nn.utils import parametrize
 
 from imbrex import Dispatched, Exchange, Routing, overlap
 from imbrex.contracts import Codec, RowForm, Strategy, Transport, Wire
-from imbrex.experts import Experts, Lent
+from imbrex.experts import Experts, ExternalExperts
 from imbrex.overlap import Scheduler
 from imbrex.placement import contiguous
 from imbrex.runtime.gradients import scale_gradient
@@ -168,7 +168,7 @@ class TheirExperts:
         return self.forward(module, rows_RD.masked_fill(past_R1, 0.0), ids_R[:, None], weights_R1)
 
 
-class Held(Lent):
+class Held(ExternalExperts):
     """Experts for one call, with the parameters as they are in that call."""
 
     def __init__(self, experts: OwnExperts | TheirExperts, module: nn.Module) -> None:

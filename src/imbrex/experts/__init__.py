@@ -3,7 +3,7 @@
 from imbrex.experts.experts import (
     Activation,
     Experts,
-    Lent,
+    ExternalExperts,
     Shard,
     SharedExpert,
     give_away,
@@ -14,7 +14,7 @@ from imbrex.experts.experts import (
 __all__ = [
     "Activation",
     "Experts",
-    "Lent",
+    "ExternalExperts",
     "Shard",
     "SharedExpert",
     "give_away",

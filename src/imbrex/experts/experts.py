@@ -229,8 +229,8 @@ class Experts(nn.Module):
 
     @property
     def kernel_weights(self) -> KernelWeights | None:
-        """The weights and `one_launch`, where kernels compute them in bfloat16 and nobody changes, or reads,
-        what `forward` takes and gives; else `None`."""
+        """The weights and `one_launch`, if kernels compute these experts in bfloat16 and no hook reads or
+        changes what `forward` takes and returns; otherwise `None`."""
         own = self.implementation == "kernels" and self.unchanged and self.inputs_unchanged
         if not own or not fits(self.hidden_size, self.down_proj.shape[2]):
             return None
@@ -257,9 +257,9 @@ class Experts(nn.Module):
             )
 
     def quantised(self) -> Fp8Experts:
-        """The weights in fp8, as they are now; kept until they change. Under `torch.compile`, which cannot
-        ask whether they have, as they were at the last call outside; ValueError if there was none. Writing
-        through `.data`, or under inference_mode, is no change it sees: `weights_written` says so."""
+        """The weights in fp8. They are cached until the weights change. Under `torch.compile`, which cannot
+        see a change, they are those of the last call outside of the graph; ValueError if there was none.
+        Changes through `.data` or under inference_mode are not seen: call `weights_written` after them."""
         if torch.compiler.is_compiling():
             if self._fp8 is None:
                 raise ValueError("Experts: call quantised() once before compiling experts in fp8")
@@ -274,8 +274,8 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def weights_written(self, slots: Sequence[int]) -> None:
-        """Whoever writes weights of slots in place, under autograd's and this module's notice, says so: what
-        is kept of them in fp8 follows, where it is, so that captured calls do too."""
+        """Quantise the weights of these local slots again, in place, so that captured calls use them too.
+        Call it after writing weights in a way that autograd does not see."""
         if self._fp8 is None:
             return
         for slot in slots:
@@ -300,15 +300,15 @@ class Experts(nn.Module):
 
 
 def surely_fit(experts: object) -> bool:
-    """Whether the experts' result is sure to fit a combine in number, width and dtype: these are imbrex's own
-    experts, and nothing changes their result."""
+    """Whether the result of `experts` is certain to fit a combine in number of rows, width and dtype: they
+    are imbrex's own, and no hook changes their result."""
     return isinstance(experts, Experts) and experts.unchanged
 
 
-class Lent:
-    """The base of classes that call `Experts` with parameters that lie elsewhere.
+class ExternalExperts:
+    """The base of classes that call `Experts` with parameters that are stored elsewhere.
 
-    parameters(): gives these parameters, or tensors computed from them, to schedules of several chunks.
+    parameters(): returns these parameters, or tensors computed from them, for schedules of several chunks.
     unchanged: whether it returns the result of `Experts`, which nothing else changes or reads.
     """
 
@@ -316,25 +316,25 @@ class Lent:
 
     @property
     def kernel_weights(self) -> KernelWeights | None:
-        """Says the same as that of `Experts`."""
+        """Weights that a dispatcher may use itself; see `Experts`."""
         return None
 
 
 def weights_of_kernels(experts: object) -> KernelWeights | None:
-    """The weights of imbrex's own experts where a dispatcher may compute with them by itself, or `None`."""
-    return experts.kernel_weights if isinstance(experts, Experts | Lent) else None
+    """The weights of imbrex's own experts, if a dispatcher may compute them itself; otherwise `None`."""
+    return experts.kernel_weights if isinstance(experts, Experts | ExternalExperts) else None
 
 
 def give_away(experts: object, rows_RD: Tensor) -> None:
-    """Let the backward of imbrex's own experts overwrite the gradient of `rows_RD`, their result. The caller
-    knows that nothing else uses that gradient."""
-    if isinstance(experts, Experts | Lent) and experts.unchanged:
+    """Allow the backward of imbrex's own experts to overwrite the gradient of `rows_RD`, their result. Only
+    for callers that know that nothing else uses this gradient."""
+    if isinstance(experts, Experts | ExternalExperts) and experts.unchanged:
         give_gradient(rows_RD)
 
 
 class SharedExpert(nn.Module):
-    """The expert that every token visits: SwiGLU, computed where the token is; times sigmoid(x @ gate) where
-    gated, as in Qwen2-MoE. Parameters as in Hugging Face: gate_proj, up_proj, down_proj."""
+    """The expert that every token visits, computed on the token's rank: SwiGLU, times sigmoid(x @ gate) if
+    gated, as in Qwen2-MoE. Parameters have Hugging Face's names: gate_proj, up_proj, down_proj."""
 
     def __init__(
         self,
