@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 import imbrex
 from imbrex.contracts import RowForm
 from imbrex.parallel import checkpoint
-from imbrex.parallel.checkpoint_files import Mark, digest, publish, read_mark
+from imbrex.parallel.checkpoint_files import StreamEvent, digest, publish, read_mark
 
 CONFIG = imbrex.MoEConfig(hidden_size=6, intermediate_size=8, num_experts=3, top_k=2)
 
@@ -366,7 +366,7 @@ def sign(path):
     (path / "COMPLETE").unlink()
     digests = {file.name: digest(file) for file in path.iterdir()}
     path.rename(path.with_name("partial"))
-    publish(path.with_name("partial"), path, Mark(step=mark.step, extra=mark.extra, files=digests))
+    publish(path.with_name("partial"), path, StreamEvent(step=mark.step, extra=mark.extra, files=digests))
 
 
 def test_what_cannot_be_kept_is_refused_before_anything_is_written(tmp_path):

@@ -46,7 +46,7 @@ class Stream:
 
 
 class Counts:
-    """Stands in for `Tallies`."""
+    """Stands in for `ReplayCounters`."""
 
     def __init__(self) -> None:
         self.numbers = list[int]()
@@ -99,7 +99,7 @@ class Work:
 @pytest.fixture(autouse=True)
 def streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadlines, "Word", Stream)
-    monkeypatch.setattr(deadlines, "Tallies", Counts)
+    monkeypatch.setattr(deadlines, "ReplayCounters", Counts)
     monkeypatch.setattr(Stream, "captured", None)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(waits, "deadlines", deadlines.Deadlines())

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from imbrex.runtime.streams import Lane, Line
+from imbrex.runtime.streams import Lane, OrderedStream
 
 
 def test_work_runs_before_it_is_waited_for() -> None:
@@ -38,7 +38,7 @@ def test_work_that_waits_does_not_hold_up_the_next() -> None:
 
 
 def test_a_line_on_a_cpu_is_the_caller() -> None:
-    line, done = Line(torch.device("cpu")), []
+    line, done = OrderedStream(torch.device("cpu")), []
     queued = [line.start(lambda number=number: done.append(number) or -number) for number in range(3)]
     assert done == [0, 1, 2]
     assert [one.finish() for one in reversed(queued)] == [-2, -1, 0]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from imbrex.contracts import Placement
 from imbrex.placement.packing import Ints
-from imbrex.runtime.streams import Mark
+from imbrex.runtime.streams import StreamEvent
 
 BLOCK = 1 << 18
 """int32 numbers of a block: 240 layers of 272 slots on 4 ranks."""
@@ -71,7 +71,7 @@ class Iteration:
 class Page:
     """The contents of the blocks of a `Book` when it was turned."""
 
-    def __init__(self, blocks: list[Tensor], mark: Mark, timeout_s: float) -> None:
+    def __init__(self, blocks: list[Tensor], mark: StreamEvent, timeout_s: float) -> None:
         self.blocks, self.mark, self.timeout_s = blocks, mark, timeout_s
 
     def read(self, at: tuple[int, int], shape: tuple[int, int]) -> Ints:
@@ -107,7 +107,7 @@ class Book:
             used = self._used if number == len(self._blocks) - 1 else len(block)
             copy = torch.empty(used, dtype=torch.int32, device="cpu", pin_memory=pinned)
             copies.append(copy.copy_(block[:used], non_blocking=True))
-        return Page(copies, Mark(self.device), self.timeout_s)
+        return Page(copies, StreamEvent(self.device), self.timeout_s)
 
 
 def difference(after: Page, before: Page | None, at: tuple[int, int], shape: tuple[int, int]) -> Ints:

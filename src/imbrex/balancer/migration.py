@@ -13,7 +13,7 @@ from imbrex.balancer.channel import Channel
 from imbrex.balancer.payload import as_row
 from imbrex.contracts import Placement
 from imbrex.placement.moves import Fetch, fetches
-from imbrex.runtime.streams import Aside, Mark
+from imbrex.runtime.streams import SideStream, StreamEvent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,14 +57,14 @@ class Mover:
     name = "messages between hosts"
 
     def __init__(self, peers: Peers, device: torch.device) -> None:
-        self.peers, self.aside = peers, Aside(device)
-        self.queued = Mark(device)
+        self.peers, self.aside = peers, SideStream(device)
+        self.queued = StreamEvent(device)
 
     def prepare(self, nbytes: int) -> None:
         """Get ready before a migration opens, on the stream where weights are queued; collective. nbytes: the
         most that one rank may fetch. Work that the caller has queued so far ends before its tensors are read
         or overwritten."""
-        self.queued = Mark(self.aside.device)
+        self.queued = StreamEvent(self.aside.device)
 
     def move(self, number: int, changes: Sequence[Change]) -> dict[tuple[int, int], list[Tensor]]:
         """Rows by (layer, slot) of this rank, uint8, in the order of the tensors. In the background.

@@ -69,7 +69,7 @@ from imbrex.exchange.tiered_plan import (
     traffics_of,
     why_not_tiers,
 )
-from imbrex.runtime.streams import Begun
+from imbrex.runtime.streams import StartedWork
 from imbrex.transport.tiers import ACROSS, Flight, Tiers
 
 TRAFFIC_TENSORS = 2
@@ -439,17 +439,17 @@ class TieredDispatcher(BytesDispatcher):
 
         return Crossing(move, add_up)
 
-    def _start_sums(self, work: Callable[[], list[Tensor]]) -> Begun:
+    def _start_sums(self, work: Callable[[], list[Tensor]]) -> StartedWork:
         """Start the sums inside the node: on the lane, or on the caller's own stream if a node has one rank.
 
         A rank alone on its node waits for no other rank in it. On a lane its kernels would queue for
         multiprocessors behind the products that the caller launches next, and delay the network.
         """
         if self.tiers.nodes.size == 1:
-            return Begun(result=torch.no_grad()(work)())
+            return StartedWork(result=torch.no_grad()(work)())
         return self._start_on_lane(work)
 
-    def _start_on_lane(self, work: Callable[[], Any]) -> Begun:
+    def _start_on_lane(self, work: Callable[[], Any]) -> StartedWork:
         return self.tiers.lane.start(torch.no_grad()(work))
 
     def _finish(self, flight: Flight) -> Tensor:
@@ -517,7 +517,7 @@ class _TwoTierMove:
     begun: the work on the lane; kept alive until the move is finished.
     """
 
-    def __init__(self, begun: Begun, finish: Callable[[], Any]) -> None:
+    def __init__(self, begun: StartedWork, finish: Callable[[], Any]) -> None:
         self.begun, self.finish = begun, finish
 
 

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from imbrex.guards import PartialStateWarning
 from imbrex.parallel import checkpoint_files as files
-from imbrex.parallel.checkpoint_files import CheckpointDamaged, Mark, clear
+from imbrex.parallel.checkpoint_files import CheckpointDamaged, StreamEvent, clear
 from imbrex.parallel.logical_tensors import Layout, LoadPlanner, SavePlanner, layouts
 
 __all__ = ["CheckpointDamaged", "clear", "latest", "load", "load_latest", "save", "step_of"]
@@ -183,13 +183,13 @@ def _publish(
         raise OSError(
             f"the ranks do not see the same files in {partial}: save to a disk that all ranks share"
         )
-    files.publish(partial, final, Mark(step=step, extra=extra, files=written))
+    files.publish(partial, final, StreamEvent(step=step, extra=extra, files=written))
 
 
 def _load(
     path: Path, model: nn.Module, optimizer: Optimizer | None, group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
-    mark: Mark = _on_all(group, lambda: files.read_mark(path))
+    mark: StreamEvent = _on_all(group, lambda: files.read_mark(path))
     _on_all(group, lambda: files.check_whole(path, mark.files, _share(sorted(mark.files), group)))
     if optimizer is not None:
         # With gradients present, torch would not create the state that is to be filled.

@@ -44,7 +44,7 @@ class CheckpointDamaged(OSError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mark:
+class StreamEvent:
     """The contents of COMPLETE."""
 
     step: int
@@ -84,7 +84,7 @@ def newest(directory: Path, *, besides: Path | None = None) -> Path | None:
     return None
 
 
-def read_mark(path: Path) -> Mark:
+def read_mark(path: Path) -> StreamEvent:
     """Raises ValueError where `path` is no complete checkpoint or one of another format, and
     CheckpointDamaged where its mark was changed."""
     try:
@@ -103,7 +103,7 @@ def read_mark(path: Path) -> Mark:
             whole = mark.pop("sha256") == _sha256(mark)
             files = {str(name): (int(size), str(digest)) for name, (size, digest) in mark["files"].items()}
             if whole:
-                return Mark(step=int(mark["step"]), extra=mark["extra"], files=files)
+                return StreamEvent(step=int(mark["step"]), extra=mark["extra"], files=files)
             raise ValueError("changed")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointDamaged(f"checkpoint {path} is damaged: its {MARK} was changed") from None
@@ -174,7 +174,7 @@ def strangers(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir() if not _FILE.fullmatch(entry.name))
 
 
-def publish(partial: Path, final: Path, mark: Mark) -> None:
+def publish(partial: Path, final: Path, mark: StreamEvent) -> None:
     """Bring everything to the disk, mark it and give it its name, in this order."""
     content = {"format": FORMAT, "step": mark.step, "extra": mark.extra, "files": mark.files}
     # The digest is of what will be read: JSON has no tuples.

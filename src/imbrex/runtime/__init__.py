@@ -1,4 +1,4 @@
-"""Tools for every room: bounded waits, streams, checks of arguments, tracing, deferred gradients."""
+"""Tools for all rooms: waits with a time-out, streams, checks of arguments, tracing, deferred gradients."""
 
 from imbrex.runtime import gradients, tracing, waits
 

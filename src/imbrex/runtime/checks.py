@@ -1,4 +1,4 @@
-"""Whether what a caller gave is of the kind that was asked for; the sentence comes before it is used."""
+"""Checks of arguments: whether an object of a user's has what is needed, before it is used."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ PARTS = {
     "schedule": ("Strategy", "name reason run"),
     "experts": ("Experts", "applies_weights forms parameters"),
 }
-"""The protocol in `imbrex.contracts` for each argument, and the members that no layer can do without."""
+"""The protocol in `imbrex.contracts` for each argument, and the members that every layer needs."""
 
 
 NOT_PICKLED = (
     "Exchange: it cannot be pickled, nor can a model with a MoELayer, whose group is this process's; save "
     "model.state_dict(), over ranks with imbrex.parallel.checkpoint, and load into a new model"
 )
-"""The reason that all give who are asked by pickle."""
+"""The error message for pickling."""
 
 
 def piece(argument: str, value: Value) -> Value:
-    """A piece of the caller's own, as it is. Raises ValueError for a class, and for what lacks a part."""
+    """Return a user's object unchanged. Raises ValueError if it is a class, or lacks a member of its
+    protocol."""
     protocol, parts = PARTS[argument]
     if isinstance(value, type):
         raise ValueError(f"{argument}: {value.__name__} is a class; give an object, {value.__name__}(...)")
@@ -38,6 +39,7 @@ def piece(argument: str, value: Value) -> Value:
 
 
 def expect(what: str, value: object, kinds: tuple[type, ...], mend: str) -> None:
-    """Raise ValueError unless `value` is of one of `kinds`; the text ends in `mend`. True is no number."""
+    """Raise ValueError unless `value` is an instance of one of `kinds`. mend: what to do instead, the end of
+    the message. `True` is no number."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise ValueError(f"{what} is {value!r}; {mend}")

@@ -1,21 +1,22 @@
-"""Waits of streams that end: a collective on a GPU that does not come within its time-out is aborted.
+"""Time-outs for waits of streams: a collective that does not complete on a GPU within its time-out is
+aborted.
 
-NCCL's `wait` lets the stream wait and returns, so no time-out of the host bounds it; torch's own watchdog
-ends the process, after minutes. Here the stream tells how far it has come, in a word of host memory, and a
-thread reads it:
+NCCL's `wait` only makes the stream wait, and returns, so a time-out of the host does not bound it. Torch's
+own watchdog ends the process, after minutes. Here a stream writes its progress to a word of host memory, and
+a thread reads it:
 
     stream   writes 2n - 1 | waits for the n-th collective | writes 2n
     thread   has read 2n - 1 for the whole time-out: notes that the group is lost, aborts its communicator,
              and so lets the stream and a host that waits for it go on, over rows that have not come
     host     is told by the next thing that it does with the group: `refuse_lost`
 
-- The time before a stream comes to a wait does not count: a host that runs ahead loses nobody.
-- The thread asks CUDA for nothing, so it disturbs no capture.
-- A captured wait has a number of its own that every replay counts up, before the wait and behind it: odd, and
-  the same for the whole time-out, says that a replay stands there. Its group is lost then as any other; the
-  communicator stays in memory as long as the graph, whose replays end from then on, over nothing.
-- Costs two writes of a stream a wait, two small kernels and copies a captured one. The thread sleeps while
-  nothing is waited for, and looks on while something is captured.
+- The time before a stream reaches a wait does not count: a host that runs ahead loses no peer.
+- The thread makes no CUDA calls, so it disturbs no capture.
+- A captured wait has a counter of its own that every replay increases before the wait and after it. If it is
+odd, and the same for the whole time-out, a replay is stuck in the wait, and the group is lost. The
+communicator stays in memory as long as the graph, whose later replays end at once, without results.
+- A wait costs two writes of a stream; a captured one two small kernels and copies. The thread sleeps while
+there is no wait to watch, and keeps looking while something is captured.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from imbrex.runtime.streams import Tallies, Word
+from imbrex.runtime.streams import ReplayCounters, Word
 
 LONGEST_TICK_S = 0.5
 TICKS = 20
-"""Looks within a time-out, at least."""
+"""The least number of times that the thread looks within a time-out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The `number`-th wait of a stream. error: makes what is raised where it did not end."""
+    """The `number`-th wait of a stream. error: makes the exception to raise if it does not end."""
 
     number: int
     group: Any
@@ -47,14 +48,15 @@ class Wait:
 
 
 class Watched:
-    """A stream, by its word, and its waits that are not known to have ended, in order."""
+    """A stream that is watched: its word, and its waits that may not have ended, in order."""
 
     def __init__(self, word: Any) -> None:
         self.word, self.waits, self.count = word, deque[Wait](), 0
         self._standing, self._since = 0, 0.0
 
     def late(self, now: float) -> Wait | None:
-        """The wait in which the stream has stood for too long, or None. Forgets those that have ended."""
+        """The wait in which the stream has been for longer than its time-out, or `None`. Waits that have
+        ended are forgotten."""
         reached = self.word.value
         while self.waits and 2 * self.waits[0].number <= reached:
             self.waits.popleft()
@@ -67,7 +69,7 @@ class Watched:
 
 
 class Replayed:
-    """A captured wait, by the number that its replays count up. The group is not kept alive."""
+    """A captured wait, watched by the counter that its replays increase. It does not keep the group alive."""
 
     def __init__(self, tallies: Any, index: int, wait: Wait) -> None:
         self.tallies, self.index, self.seconds, self.error = tallies, index, wait.seconds, wait.error
@@ -75,7 +77,7 @@ class Replayed:
         self._standing, self._since = 0, 0.0
 
     def late(self, now: float) -> Wait | None:
-        """The wait, where a replay has stood in it for too long."""
+        """The wait, if a replay has been in it for longer than its time-out."""
         number, group = self.tallies[self.index], self.group()
         if self._standing != number:
             self._standing, self._since = number, now
@@ -85,7 +87,7 @@ class Replayed:
 
 
 class Deadlines:
-    """The waits of this process's streams, and the thread that looks after them."""
+    """All watched waits of this process, and the thread that watches them."""
 
     def __init__(self) -> None:
         self._streams: dict[Any, Watched] = {}
@@ -100,7 +102,8 @@ class Deadlines:
     def bound(
         self, wait: Callable[[], object], group: Any, seconds: float, error: Callable[[], Exception]
     ) -> None:
-        """`wait()`, which lets the current stream wait; `error` makes what is raised if it does not end."""
+        """Call `wait()`, which makes the current stream wait, and watch it. error: makes the exception to
+        raise if it does not end."""
         watched = self._begin()
         if watched is None:
             wait()
@@ -113,7 +116,7 @@ class Deadlines:
     def bound_replays(
         self, wait: Callable[[], object], group: Any, seconds: float, error: Callable[[], Exception]
     ) -> None:
-        """`wait()`, which is being captured: bounds it at every replay, as `bound` does once."""
+        """Call `wait()`, which is being captured, and watch it at every replay, as `bound` does once."""
         tallies = self._tallies.get(Word.current()[0])
         index = None if tallies is None else tallies.take()
         if tallies is None or index is None:
@@ -145,7 +148,7 @@ class Deadlines:
             if watched is None:
                 watched = self._streams[key] = Watched(Word())
                 if key[0] not in self._tallies:
-                    self._tallies[key[0]] = Tallies()
+                    self._tallies[key[0]] = ReplayCounters()
             watched.word.write(2 * watched.count + 1)
         except (ImportError, RuntimeError) as error:
             self._blind = True
@@ -155,7 +158,7 @@ class Deadlines:
         return watched
 
     def refuse_lost(self, group: Any) -> None:
-        """Raise what was noted of a group whose wait did not end."""
+        """Raise the noted exception of a group whose wait did not end."""
         error = None if group is None else self.lost.get(group)
         if error is not None:
             raise type(error)(*error.args)

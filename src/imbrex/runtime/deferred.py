@@ -1,10 +1,10 @@
-"""Gradients of weights apart from those of the rows: computed when there is time, not when the rows wait.
+"""Gradients of weights that are computed later than those of the rows, so that rows can move meanwhile.
 
 deferral = Deferral()
 with deferral.record():
     out = experts(rows)                        # grouped products note that they are recorded
 d_rows, = torch.autograd.grad(out, [rows], d_out)
-...                                            # the rows' gradients are on their way
+...                                            # the rows' gradients move
 grads = deferral.gradients(parameters)
 """
 
@@ -21,21 +21,23 @@ from torch import Tensor
 _current: ContextVar[Deferral | None] = ContextVar("imbrex_deferral", default=None)
 
 Gradient = Callable[[Tensor | None], Tensor | None]
-"""A weight's gradient, added in place to the tensor given, or by itself; `None`: it is added elsewhere."""
+"""Computes a weight's gradient. It is added in place to the given tensor, or returned by itself; `None` if it
+has been added elsewhere."""
 
 VIEWS = ("AccumulateGrad", "TransposeBackward0", "TBackward0", "PermuteBackward0", "ToCopyBackward0")
-"""Steps from a parameter to the weight that is multiplied which keep nothing: they can be gone back twice."""
+"""Autograd nodes between a parameter and the weight that is multiplied which save nothing, so that the
+backward may go through them twice."""
 
 
 class Deferral:
-    """Products of one call of the experts whose weight gradients are still to be computed."""
+    """The products of one call of the experts whose weight gradients are still to be computed."""
 
     def __init__(self) -> None:
         self._products: list[tuple[Tensor, Gradient]] = []
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Products computed inside, in this thread, leave their weight gradients to `gradients`."""
+        """A context in which the products of this thread leave their weight gradients to `gradients`."""
         token = _current.set(self)
         try:
             yield
@@ -47,16 +49,18 @@ class Deferral:
         self._products.append((weight, gradient))
 
     def take(self) -> list[tuple[Tensor, Gradient]]:
-        """The recorded products, then forgotten: whoever computes them otherwise adds the results."""
+        """Return the recorded products and forget them. The caller then computes and adds their gradients
+        itself."""
         products, self._products = self._products, []
         return products
 
     def gradients(
         self, parameters: Sequence[Tensor], sums: Sequence[Tensor | None] | None = None
     ) -> list[Tensor | None]:
-        """The gradient of every parameter from the recorded products, or None. Can be asked once.
+        """The gradient of every parameter from the recorded products, or `None` for one without. Call it
+        once.
 
-        sums: what such calls returned before; it is added to, in place.
+        sums: results of earlier such calls; they are added to in place.
         """
         gradients: list[Tensor | None] = [None] * len(parameters) if sums is None else list(sums)
         for weight, gradient in self._products:
@@ -81,8 +85,8 @@ def added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
 
 
 def recording(weight: Tensor) -> Deferral | None:
-    """Who takes the gradient of a product with `weight`: nobody where it is not recorded, or where the weight
-    is computed from parameters and not just a view or a copy of one."""
+    """The deferral that takes the gradient of a product with `weight`, or `None` if none records, or if the
+    weight is computed from parameters and is not just a view or a copy of one."""
     current = _current.get()
     if current is None or not weight.requires_grad:
         return None

@@ -1,4 +1,4 @@
-"""Gradients that come back larger or smaller than they went."""
+"""Functions that scale gradients on their way back."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """`x`, whose gradient is `factor` times what comes back."""
+    """Return `x`; its gradient is multiplied by `factor`."""
     scaled: Any = _ScaledGradient.apply(x, factor)
     return scaled

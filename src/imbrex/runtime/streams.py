@@ -1,7 +1,8 @@
-"""Work beside the caller: threads on a CPU, a stream on a GPU. The only home of streams.
+"""Work beside the caller: on threads on a CPU, on another stream on a GPU. All streams of the package are
+made here.
 
-Collectives need none of their own: gloo has threads and NCCL a stream. A lane is for what must follow a
-collective without the caller waiting for it, such as passing rows on that have just arrived.
+Collectives need no streams of ours: gloo has threads, and NCCL a stream. A lane is for work that follows a
+collective without the caller waiting for it, such as passing on rows that have just arrived.
 """
 
 from __future__ import annotations
@@ -16,38 +17,38 @@ from typing import Any
 import torch
 
 THREADS = 2
-"""Two, so that work which waits for its rows does not hold up work whose rows are there."""
+"""Two, so that work which waits for its rows does not block work whose rows have arrived."""
 
 POLL_S = 1e-4
-"""Seconds between two looks at a mark."""
+"""Seconds between two queries of an event."""
 
 
 class Lane:
-    """Takes work and does it beside the caller, begun in the order given; with one of `threads`, also done in
-    that order."""
+    """Runs work beside the caller. Works start in the order in which they are given; with one of `threads`
+    they also run one after the other."""
 
     def __init__(self, device: torch.device, threads: int = THREADS) -> None:
         self.device, self._max_threads = device, threads
         self._threads: ThreadPoolExecutor | None = None
         self._stream: Any = None
 
-    def start(self, work: Callable[[], Any]) -> Begun:
-        """Begin `work`. On a CPU it may wait for what other ranks do, in their work of the same place in
-        their order at the latest: ranks that give works in one order never wait in a circle. On a GPU it is
-        queued at once, behind what the caller has queued so far, and must not synchronise."""
+    def start(self, work: Callable[[], Any]) -> StartedWork:
+        """Start `work`. On a CPU it may wait for other ranks' work at the same place in their order, or
+        earlier: then ranks that give works in the same order never wait in a circle. On a GPU it is queued
+        at once, after what the caller has queued so far, and must not synchronise."""
         if self.device.type == "cuda":
             return self._queue(work)
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._max_threads, thread_name_prefix="imbrex-lane")
-        return Begun(future=self._threads.submit(work))
+        return StartedWork(future=self._threads.submit(work))
 
-    def _queue(self, work: Callable[[], Any]) -> Begun:
+    def _queue(self, work: Callable[[], Any]) -> StartedWork:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             result = work()
-        return Begun(result=result, over=Mark(self.device, self._stream))
+        return StartedWork(result=result, over=StreamEvent(self.device, self._stream))
 
     def close(self) -> None:
         if self._threads is not None:
@@ -55,15 +56,17 @@ class Lane:
             self._threads = None
 
 
-class Begun:
-    """Work under way."""
+class StartedWork:
+    """Work that a lane has started."""
 
-    def __init__(self, future: Future | None = None, result: Any = None, over: Mark | None = None) -> None:
+    def __init__(
+        self, future: Future | None = None, result: Any = None, over: StreamEvent | None = None
+    ) -> None:
         self.future, self.result, self.over = future, result, over
 
     def finish(self) -> Any:
-        """Wait for it, on a GPU with the current stream only, and for nothing that the lane took later.
-        Returns its result; raises what it raised."""
+        """Wait for this work, and not for works that the lane got later. On a GPU only the current stream
+        waits. Returns the work's result, or raises what it raised."""
         if self.future is not None:
             return self.future.result()
         if self.over is not None:
@@ -71,8 +74,9 @@ class Begun:
         return self.result
 
 
-class Mark:
-    """A point in what is queued on a stream, the caller's where none is given. On a CPU, the past."""
+class StreamEvent:
+    """A CUDA event at the present point of a stream, by default the caller's. On a CPU it has always
+    passed."""
 
     def __init__(self, device: torch.device, stream: Any = None) -> None:
         self._event: Any = None
@@ -85,7 +89,8 @@ class Mark:
         return self._event is None or self._event.query()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when the device has come here; other threads run meanwhile. TimeoutError after that long."""
+        """Wait until the device has reached this point, while other threads run. Raises TimeoutError after
+        `timeout_s`."""
         end = time.monotonic() + timeout_s
         while not self.passed:
             if time.monotonic() > end:
@@ -93,13 +98,13 @@ class Mark:
             time.sleep(POLL_S)
 
     def hold(self, stream: Any = None) -> None:
-        """Make what is queued from now on, on `stream` or on the caller's, wait for it."""
+        """Make work that is queued on `stream` from now on, by default the caller's, wait for this event."""
         if self._event is not None:
             self._event.wait(stream)
 
 
 class Word:
-    """A word of host memory that streams of the current device write numbers to, as they come to it."""
+    """A word of host memory, to which streams of the current device write numbers when they reach a point."""
 
     def __init__(self) -> None:
         self._driver = importlib.import_module("cuda.bindings.driver")
@@ -109,12 +114,12 @@ class Word:
 
     @staticmethod
     def current() -> tuple[int, int]:
-        """Device and handle of the caller's stream."""
+        """The device and the handle of the caller's stream."""
         stream = torch.cuda.current_stream()
         return stream.device.index, stream.cuda_stream
 
     def write(self, number: int) -> None:
-        """Queue it on the caller's stream. Raises RuntimeError where the driver does not."""
+        """Queue a write of `number` on the caller's stream. Raises RuntimeError if the driver refuses."""
         (error,) = self._driver.cuStreamWriteValue64(self.current()[1], self._at, number, 0)
         if int(error):
             raise RuntimeError(f"a stream cannot write to host memory: {error}")
@@ -124,11 +129,11 @@ class Word:
         return self._word.value
 
 
-class Tallies:
-    """Numbers in host memory that captured streams of the current device count up, one more at every replay.
+class ReplayCounters:
+    """Counters in host memory that captured streams of the current device increase, by one at every replay.
 
-    What is written at a capture is the same at each replay, so a GPU's memory does the counting. Made before
-    any capture: memory that is made within one is cleared by every replay.
+    A captured write writes the same number at every replay, so the counting is done in the GPU's memory. Make
+    this object before any capture: memory that is allocated within one is cleared by every replay.
     """
 
     ROOM = 4096
@@ -141,12 +146,12 @@ class Tallies:
         self._num_words = 0
 
     def take(self) -> int | None:
-        """The index of a number that nobody counts yet; `None`: all are taken."""
+        """The index of an unused counter; `None` if all are used."""
         self._num_words += 1
         return self._num_words - 1 if self._num_words <= self.ROOM else None
 
     def count(self, index: int) -> None:
-        """Queue it on the caller's stream."""
+        """Queue an increase of a counter on the caller's stream."""
         there = self._there[index : index + 1]
         there.add_(1)
         self._here[index : index + 1].copy_(there, non_blocking=True)
@@ -155,49 +160,49 @@ class Tallies:
         return self._numbers[index]
 
 
-class Aside:
-    """A stream for a thread of its own: its work waits for nothing but the marks that it is given."""
+class SideStream:
+    """A stream for a thread of its own, whose work waits for nothing but the events that it is given."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def run(self, work: Callable[[], object], *after: Mark) -> Mark:
-        """Queue `work` behind `after`; the mark of its end."""
+    def run(self, work: Callable[[], object], *after: StreamEvent) -> StreamEvent:
+        """Queue `work` after the events `after`. Returns the event of its end."""
         if self._stream is None:
             work()
-            return Mark(self.device)
+            return StreamEvent(self.device)
         with torch.cuda.stream(self._stream):
             for mark in after:
                 mark.hold(self._stream)
             work()
-            return Mark(self.device)
+            return StreamEvent(self.device)
 
 
-class Line:
-    """Works on a stream beside the caller's, one after the other, each behind what the caller has queued so
-    far. On a CPU the caller works.
+class OrderedStream:
+    """A stream beside the caller's, whose works run one after the other, each after what the caller had
+    queued before. On a CPU the caller runs them.
 
-    A work that can begin does so before anything that the caller queues from then on: else products that take
-    all multiprocessors could begin a microsecond earlier, and a work of a few would wait for their end.
-    Memory of either stream may be freed by the caller as soon as he has waited for the works that use it.
+    A work that can start does so before anything that the caller queues later. Otherwise products that use
+    all multiprocessors could start a microsecond earlier, and a work of few blocks would wait for their end.
+    The caller may free memory of either stream after waiting for the works that use it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        self._last: Queued | None = None
+        self._last: QueuedWork | None = None
 
-    def start(self, work: Callable[[], Any]) -> Queued:
-        """Queue `work`; `finish` of what comes back waits for it and returns its result."""
+    def start(self, work: Callable[[], Any]) -> QueuedWork:
+        """Queue `work`. `finish` of the returned object waits for it, and returns its result."""
         if self._stream is None:
-            return Queued(work(), Mark(self.device), Mark(self.device))
+            return QueuedWork(work(), StreamEvent(self.device), StreamEvent(self.device))
         caller, before = torch.cuda.current_stream(self.device), self._last
-        Mark(self.device, caller).hold(self._stream)
-        begins = Mark(self.device, self._stream)
+        StreamEvent(self.device, caller).hold(self._stream)
+        begins = StreamEvent(self.device, self._stream)
         with torch.cuda.stream(self._stream):
             result = work()
-        queued = self._last = Queued(result, begins, Mark(self.device, self._stream))
+        queued = self._last = QueuedWork(result, begins, StreamEvent(self.device, self._stream))
         if before is None or before.waited:
             begins.hold(caller)
         else:
@@ -205,16 +210,16 @@ class Line:
         return queued
 
 
-class Queued:
-    """A work in a line."""
+class QueuedWork:
+    """Work in an `OrderedStream`."""
 
-    def __init__(self, result: Any, begins: Mark, over: Mark) -> None:
+    def __init__(self, result: Any, begins: StreamEvent, over: StreamEvent) -> None:
         self.result, self.begins, self.over = result, begins, over
         self.waited = False
-        self.next: Queued | None = None
+        self.next: QueuedWork | None = None
 
     def finish(self) -> Any:
-        """Wait for it, on a GPU with the caller's stream only; once."""
+        """Wait for the work and return its result; on a GPU only the caller's stream waits. Call it once."""
         self.over.hold()
         self.waited = True
         if self.next is not None:
@@ -223,4 +228,4 @@ class Queued:
         return result
 
 
-__all__ = ["Aside", "Begun", "Lane", "Line", "Mark"]
+__all__ = ["Lane", "OrderedStream", "SideStream", "StartedWork", "StreamEvent"]

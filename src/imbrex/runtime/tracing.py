@@ -1,4 +1,4 @@
-"""Whether a call is being traced: only then do operators have to be operators."""
+"""Whether a call is traced: only then must our functions be torch operators."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def traced(*tensors: Tensor | None) -> bool:
-    """Whether somebody sees operators, not numbers: a compiler, a mode, a kind of tensor of its own.
+    """Whether a compiler, a dispatch mode or a tensor subclass sees operators.
 
-    Elsewhere a function of autograd's saves what an operator in Python costs the host on its way through
-    torch's dispatcher, trees of arguments and checks of aliases: 20 to 70 us a call, and as much backward.
+    Otherwise an autograd function is used, because an operator in Python costs the host 20 to 70 us a call,
+    and as much in the backward: torch's dispatcher, trees of arguments, checks of aliases.
     """
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return True
@@ -33,15 +33,15 @@ def traced(*tensors: Tensor | None) -> bool:
 
 
 def in_trace_too(function: Callable[..., None]) -> Callable[..., None]:
-    """Marks what a first call prepares on objects that are there, to run when a compiler traces that call: a
-    graph has what it made as it has all else that it finds."""
+    """Mark a function that a first call uses to prepare existing objects. When a compiler traces that call,
+    the function runs, and the graph uses what it has made."""
     vars(function)["_dynamo_marked_constant"] = True
     return function
 
 
 def asked_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a function of what never changes in a process answer from memory; to a compiler its answers are
-    constants."""
+    """Cache the result of a function that never changes in a process. For a compiler the result is a
+    constant."""
     answers: dict[Any, Any] = {}
 
     def ask(*arguments: Any) -> Any:
@@ -55,12 +55,13 @@ def asked_once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plain(tensor: Tensor) -> bool:
-    """Whether operators of ours know its kind: not a DTensor, say. To a compiler its inputs are plain."""
+    """Whether our operators can take a tensor of this class; a DTensor is not plain. For a compiler its
+    inputs are."""
     return type(tensor) in _PLAIN
 
 
 def differentiated(*tensors: Tensor | None) -> bool:
-    """Whether a gradient may be asked of what comes of them."""
+    """Whether a gradient may be needed of what is computed from these tensors."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
@@ -69,14 +70,15 @@ def differentiated(*tensors: Tensor | None) -> bool:
 
 
 def autocast_now(kind: str) -> Callable[[], Any]:
-    """Contexts in which autocast is as it is now on devices of this kind, for what is computed once more."""
+    """Contexts that restore the present state of autocast on devices of this kind, for what is computed again
+    later."""
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     return functools.partial(torch.autocast, kind, dtype=dtype, enabled=enabled)
 
 
 def once_differentiable(backward: Backward) -> Backward:
-    """Makes the backward of a function refuse to be differentiated, as torch's does; where nobody records a
-    backward, without the fifteen calls that switch recording off."""
+    """Make a function's backward refuse to be differentiated, as torch's decorator does. It saves the fifteen
+    calls that switch recording off, if nothing records."""
     recorded = function.once_differentiable(backward)
 
     @functools.wraps(backward)

@@ -1,4 +1,4 @@
-"""Waits that end: every collective of the library is waited for here."""
+"""Collectives with a time-out: all of the library are started and waited for here."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ __all__ = ["all_gather_single", "finish", "run", "start"]
 
 DEFAULT_TIMEOUT_S = 60.0
 MAX_TIMEOUT_S = 1e6
-"""A wait without an end is no time-out, and clocks of kernels and sockets overflow far above this."""
+"""The longest time-out. Clocks of kernels and sockets overflow far above it."""
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """One tensor from all ranks; torch 2.13 gave it this name and deprecates the older one."""
 
 
 REST_S = 5.0
-"""The longest that the end of Python is held up for threads of gloo's."""
+"""The longest time for which the end of Python waits for gloo's threads."""
 
 
 class RankLostError(RuntimeError):
-    """A collective failed or ran past its time-out: a rank died, is stuck, or left."""
+    """A collective failed or timed out: a rank died, is stuck, or left."""
 
 
 def timeout_seconds(timeout: float | None = None) -> float:
@@ -63,7 +63,7 @@ class _Place:
 
 
 def enter(layer: int) -> None:
-    """Say whose rows are moved from now on, for the message where a peer is lost."""
+    """Name the layer whose rows are moved from now on, for the message if a peer is lost."""
     _Place.layer = layer
 
 
@@ -73,8 +73,8 @@ def start(
     timeout_s: float,
     group: dist.ProcessGroup | None = None,
 ) -> dist.Work | None:
-    """Begin a collective; a failure becomes a RankLostError that says what it was. group: its ranks, to ask
-    who else is there."""
+    """Start a collective. A failure becomes a RankLostError that names `what`. group: the ranks to ask who
+    else is lost."""
     _check_not_forked()
     refuse_lost(group)
     try:
@@ -91,9 +91,9 @@ def finish(
     on_host: bool,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Wait for a collective, at most `timeout_s`. On a GPU only the stream waits: where it stands there for
-    longer, the group is aborted, which `refuse_lost` says from then on; see `deadlines`. So at every replay
-    of a captured wait."""
+    """Wait for a collective, at most `timeout_s`. On a GPU only the stream waits. If it waits for longer, the
+    group is aborted, and `refuse_lost` raises from then on; see `deadlines`. The same holds for every
+    replay of a captured wait."""
     try:
         if work is None:
             return
@@ -110,8 +110,7 @@ def finish(
 
 
 def refuse_lost(group: dist.ProcessGroup | None) -> None:
-    """Raise RankLostError where a wait of a stream for this group has run past its time-out: what came of it
-    are no results."""
+    """Raise RankLostError if a stream's wait for this group has timed out, so that its results are wrong."""
     if deadlines.lost:
         deadlines.refuse_lost(group)
 
@@ -123,13 +122,14 @@ def run(
     on_host: bool,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Begin a collective and wait for it, under the time-out of the environment."""
+    """Start a collective and wait for it, with the time-out of the environment."""
     timeout_s = timeout_seconds()
     finish(what, start(what, begin, timeout_s, group), timeout_s, on_host=on_host, group=group)
 
 
 def leave() -> None:
-    """Leave all groups, once nothing but garbage refers to them, and end their threads. See `rest`."""
+    """Destroy all process groups, once nothing but garbage refers to them, and end their threads. See
+    `rest`."""
     dist.destroy_process_group()
     gc.collect()
 

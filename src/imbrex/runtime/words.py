@@ -1,4 +1,4 @@
-"""Numbers on the host, whatever torch's default device and dtype: what ranks tell each other."""
+"""Small int64 tensors on the host, whatever torch's default device and dtype: messages between ranks."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from torch import Tensor
 
 
 def words(*values: int) -> Tensor:
-    """int64 [L], as `Transport.exchange_counts` takes them."""
+    """The numbers as int64 [L] on the CPU, as `Transport.exchange_counts` takes them."""
     return torch.tensor(values, dtype=torch.int64, device="cpu")

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from imbrex.layer import MoELayer
 from imbrex.runtime import waits
-from imbrex.runtime.streams import Mark
+from imbrex.runtime.streams import StreamEvent
 from imbrex.serve.decoding import Captured, Chunk, Drafting, Steps, chunk_of
 from imbrex.serve.model import Decoder
 from imbrex.serve.request import Answer, Request, why_not_request
@@ -167,7 +167,7 @@ class Engine:
         self._ends: dict[int, list[int]] = {}
         self.layers = [module for module in model.modules() if isinstance(module, MoELayer)]
         self.host = HostTime()
-        self._landings: deque[tuple[Mark, Callable[[], None]]] = deque()
+        self._landings: deque[tuple[StreamEvent, Callable[[], None]]] = deque()
         self._decoded = 0
         self._prefilled_last = False
         self.chunk = chunk_of(self._chunk(()).numbers.to(self.device), settings.chunk[0])
@@ -322,7 +322,7 @@ class Engine:
             for mine, theirs in zip(copied, tensors, strict=True):
                 mine.copy_(theirs, non_blocking=True)
             self.host.launches += len(tensors)
-        self._landings.append((Mark(self.device), lambda: take(copied)))
+        self._landings.append((StreamEvent(self.device), lambda: take(copied)))
 
     def _land(self, landings: int = 0, *, everything: bool = False) -> None:
         """Take what was copied before the newest step, which runs meanwhile."""

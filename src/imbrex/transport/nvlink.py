@@ -34,7 +34,7 @@ from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.kernels.exchange.variants import shipped_variants
 from imbrex.kernels.heap import Heap, SymmetricHeap
 from imbrex.runtime import waits
-from imbrex.runtime.streams import Line
+from imbrex.runtime.streams import OrderedStream
 from imbrex.runtime.words import words
 from imbrex.transport.board import Board
 from imbrex.transport.collective import Collective, device_of
@@ -181,7 +181,7 @@ class Nvlink(Collective):
         reason = self.why_not()
         if reason is not None:
             raise NvlinkError(reason)
-        self.line = Line(self.device)
+        self.line = OrderedStream(self.device)
         self._board = self._open_board()
 
     @classmethod

@@ -28,7 +28,7 @@ from imbrex.kernels.rows.weights import spread, weigh
 from imbrex.overlap.events.call import Call
 from imbrex.overlap.events.seat import learnt
 from imbrex.overlap.gradients import gradients_of
-from imbrex.runtime.streams import Mark
+from imbrex.runtime.streams import StreamEvent
 from imbrex.runtime.words import words
 from imbrex.transport.nvlink import TOKENS_MULTIPLE, Nvlink
 
@@ -190,12 +190,12 @@ class DeviceForward(Call):
     def tell_host(self) -> None:
         """Sends the outcome, which the backward asks for, on its way to the host."""
         outcome_4W = self.call.outcome_4W
-        self.mark: Mark | None = None
+        self.mark: StreamEvent | None = None
         if outcome_4W.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         self.told_4W = torch.empty_like(outcome_4W, device="cpu", pin_memory=outcome_4W.is_cuda)
         self.told_4W.copy_(outcome_4W, non_blocking=True)
-        self.mark = Mark(outcome_4W.device)
+        self.mark = StreamEvent(outcome_4W.device)
 
     def computed_in_vain(self) -> bool:
         """Whether there may be rows here of homes that do without them."""
