@@ -104,3 +104,11 @@ def test_a_capture_made_in_inference_mode_serves_outside_of_it() -> None:
         inside = decoding.generate(prompts, max_new_tokens=3)
     assert torch.equal(inside, truth)
     assert torch.equal(decoding.generate(prompts, max_new_tokens=3), truth)
+
+
+def test_a_capture_under_another_default_device_is_on_the_models() -> None:
+    model, prompts = make("qwen3_moe"), torch.tensor([[3, 4]])
+    truth = imbrex.capture(model, batch=1, length=6).generate(prompts, max_new_tokens=3)
+    with torch.device("meta"):
+        answer = imbrex.capture(model, batch=1, length=6).generate(prompts, max_new_tokens=3)
+    assert torch.equal(answer, truth)

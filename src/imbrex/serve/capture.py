@@ -104,7 +104,9 @@ class Decoding:
         weight: Any = model.get_input_embeddings().weight  # type: ignore[operator]
         config: Any = model.config
         self.device = weight.device
-        self.cache: Any = StaticCache(config=config, max_cache_len=length)
+        # Its counts are made where torch's default is.
+        with self.device:
+            self.cache: Any = StaticCache(config=config, max_cache_len=length)
         self.layers = _layers(model)
         self.tokens_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         self.position_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
