@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import tempfile
 from argparse import Namespace
 from pathlib import Path
 
@@ -107,3 +110,23 @@ def test_a_run_replaces_its_own_rows_and_keeps_the_others(tmp_path: Path) -> Non
     file.write_text("{")
     with pytest.raises(ValueError, match="no result file"):
         write_results(file, "layer", run_of("a", "H200"), [])
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(self: Path, *_: object, **__: object) -> None:
+        self.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def no_ranks(*_: object, board: Path, **__: object) -> None:
+        half(board / "a")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="No space left"):
+        write_results(tmp_path / "layer.json", "layer", run_of("a", "H200"), [])
+    monkeypatch.setattr(launch, "launch", no_ranks)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(OSError, match="No space left"):
+        launch.run_on_ranks(
+            Namespace(ranks=1, timeout=1.0), ["bench", "layer"], lambda *_: None, worker=False
+        )
+    assert list(tmp_path.iterdir()) == []

@@ -52,8 +52,11 @@ def write_results(
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}")
-    draft.write_text(_layout(content), encoding="utf-8")
-    draft.replace(path)
+    try:
+        draft.write_text(_layout(content), encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def check_results(path: str | os.PathLike[str], question: str) -> None:

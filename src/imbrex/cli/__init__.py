@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno not in FULL:
             raise
         print_nowhere(1)  # it may be what is full
-        _refuse(f"{error.strerror}: free the disk, or give another path")
+        _refuse(f"{error.strerror}: free the disk, or give another path, or another TMPDIR")
 
 
 def _run(arguments: Sequence[str]) -> int:

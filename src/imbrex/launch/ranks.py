@@ -77,7 +77,12 @@ def run_on_ranks(
     check_memory(args.ranks, layer_bytes)
     args.board = tempfile.mkdtemp(prefix=f"imbrex-{command[-1]}-")
     words = [*command, *words_of(args)]
-    code = launch(words, num_ranks=args.ranks, board=Path(args.board), timeout_s=args.timeout, hint=hint)
+    try:
+        code = launch(words, num_ranks=args.ranks, board=Path(args.board), timeout_s=args.timeout, hint=hint)
+    except OSError:
+        # Of a full disk, say: no rank has left anything to read.
+        shutil.rmtree(args.board, ignore_errors=True)
+        raise
     if not code:
         # After a failure the ranks' tracebacks stay there.
         shutil.rmtree(args.board)
