@@ -79,9 +79,17 @@ def _layers(model: object) -> list[MoELayer]:
     return [module for module in modules if isinstance(module, MoELayer)]
 
 
+def _is_spread(model: object) -> bool:
+    """Whether transformers has spread its experts, which it does over all ranks."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return any(getattr(module, "_is_expert_parallel", False) for module in modules)
+
+
 def _max_over_ranks(model: object, number: int, what: str) -> int:
     """The largest of a number that every rank of the model's experts gives; a small message between hosts."""
     group = next((layer.ranks.group for layer in _layers(model) if layer.ranks.size > 1), None)
+    if group is None and _is_spread(model):
+        group = dist.group.WORLD
     if group is None:
         return number
     hosts, most_1 = hosts_of(group), torch.tensor([number], dtype=torch.int64, device="cpu")
