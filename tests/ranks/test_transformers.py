@@ -96,14 +96,7 @@ def rebuilt(ranks: Ranks, folder: str, sizes: dict[str, Any], experts: str):
     ids = torch.randint(32, (2, 5 if shared else 5 + ranks.rank))
     with torch.no_grad():
         far = float((model(ids).logits - whole(ids).logits).abs().max())
-    options = {"do_sample": False, "max_new_tokens": 4}
-    whole.generation_config.eos_token_id = model.generation_config.eos_token_id = None
-    answer = whole.generate(ids, **options)
-    same = torch.equal(model.generate(ids, **options), answer)
-    # In a captured step too, where ranks of other tokens want other numbers of them.
-    size = 4 if shared else 4 - ranks.rank
-    captured = imbrex.capture(model, batch=2, length=12).generate(ids, max_new_tokens=size)
-    same = same and torch.equal(captured, answer[:, ids.shape[1] :][:, :size])
+    same = generates_alike(model, whole, ids, 4 if shared else 4 - ranks.rank)
     model(ids).logits.square().sum().backward()
     whole(ids).logits.square().sum().backward()
     gradients = {name: p.grad for name, p in whole.named_parameters()}
@@ -127,6 +120,16 @@ def rebuilt(ranks: Ranks, folder: str, sizes: dict[str, Any], experts: str):
         spared,
         shared and breaks(model, ids),
     )
+
+
+def generates_alike(model: Any, whole: Any, ids: torch.Tensor, size: int) -> bool:
+    """Also in a captured step, where ranks of other tokens want other numbers of them."""
+    whole.generation_config.eos_token_id = model.generation_config.eos_token_id = None
+    options = {"do_sample": False, "max_new_tokens": 4}
+    answer = whole.generate(ids, **options)
+    captured = imbrex.capture(model, batch=2, length=12).generate(ids, max_new_tokens=size)
+    same = torch.equal(captured, answer[:, ids.shape[1] :][:, :size])
+    return same and torch.equal(model.generate(ids, **options), answer)
 
 
 def breaks(model: Any, ids: torch.Tensor) -> int:
