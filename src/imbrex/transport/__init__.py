@@ -1,4 +1,5 @@
-"""How rows move. A new transport is one file that implements the `Transport` contract, and one line below."""
+"""Transports: how rows move between ranks. A new one is a file that implements the `Transport` contract, and
+a line in `TRANSPORTS`."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ TRANSPORTS: dict[str, Callable[..., Backend]] = {
 TWO_TIERS = ("1dh", "2dh", "pipe", "sequential", "hierarchical", "tiered")
 
 BROADCAST_FROM = 0.8
-"""The share of ranks that a token goes to from which sending it to all of them is cheaper."""
+"""If a token goes to at least this share of the ranks, sending it to all of them is cheaper."""
 
 
 def pick(name: str, *, num_ranks: int, top_k: int) -> tuple[str, str]:

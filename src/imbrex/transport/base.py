@@ -53,9 +53,9 @@ class BytesTransport(Collective):
 
 
 def straight(wanted_TW: Tensor, rows_WW: Tensor, rank: int) -> Traffic:
-    """The traffic of rows that go from rank to rank. wanted_TW: bool, the ranks that a token must reach;
-    column `rank` is ignored. rows_WW: int64 on the host, rows that every rank sends to every other, with a
-    diagonal of zeros."""
+    """The traffic of rows that go from rank to rank without a relay. wanted_TW: bool, the ranks that a token
+    goes to; column `rank` is ignored. rows_WW: int64 on the host, the rows that every rank sends to every
+    other, with zeros on the diagonal."""
     splits_2W = torch.stack([rows_WW[rank], rows_WW[:, rank]])
     others = wanted_TW.clone()
     others[:, rank] = False

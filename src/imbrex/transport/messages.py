@@ -1,14 +1,14 @@
-"""Messages from rank to rank that wait for nobody else: TCP connections beside a group of gloo.
+"""Messages between two ranks that wait for no other rank: TCP connections beside a gloo group.
 
-gloo itself cannot serve who may stop waiting: a wait that runs into its time-out closes the connections of
-all ranks, none can be taken back, and nobody can ask whether a message has come. Here a thread of the process
-reads and writes; who waits for a message does so on a condition, for as long as it likes.
+gloo cannot be used if a rank may stop waiting: a wait that times out closes the connections of all ranks, a
+receive cannot be cancelled, and there is no way to ask whether a message has come. Here a thread of the
+process reads and writes, and a caller waits on a condition for as long as it likes.
 
     mail = Mail(transport, "events")            # every rank; the ranks meet over their group
     mail.send(peer, Envelope(...), body)        # returns at once
     for peer, envelope, body in mail.take(0.1): ...
 
-Messages between two ranks come in the order they were sent.
+Messages between two ranks arrive in the order in which they were sent.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Kernels that write and read the peers' memory over NVLink, on the GPUs of one host.
+"""The backend of kernels that write and read peers' memory over NVLink, on the GPUs of one host.
 
-This is no `Transport`: the kernels route, move, expand and sum in one, without a host synchronisation.
-`imbrex.exchange.nvlink` drives them. Layers that are given the same `Nvlink`
-object, or its name, the same group and the same time-out, share one heap.
+It is no `Transport`: its kernels route, move, expand and sum in one, without a host synchronisation.
+`imbrex.exchange.nvlink` calls them. Layers that are given the same `Nvlink` object share one heap, and so do
+layers that are given its name, the same group and the same time-out.
 
-Who owns it. An object that a caller made is the caller's to close. One that layers share by name belongs to
-them: the last to be closed closes it, and where all are garbage it is too; only weak references are kept,
-under the living group. When a rank's garbage goes is its own affair, so ranks never act on what they hold by
-themselves: `Nvlink.of` is collective every time, all ranks tell which object they hold, and they go on with
-it where it is the same and works everywhere, else all make another. Closing asks nobody: what peers have
-mapped stays there until they too let go.
+Ownership: an object that a caller made is closed by the caller. One that layers share by name belongs to
+them: the last layer that is closed closes it, and it is closed when all of them have been garbage-collected.
+Only weak references to it are kept, with the process group. Ranks collect garbage at different times, so no
+rank acts on what it holds by itself. `Nvlink.of` is collective every time: ranks tell each other which object
+they hold. If it is the same on all and works everywhere, they use it; otherwise all make another. Closing
+asks no other rank: memory that peers have mapped stays until they close theirs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = ["MOST_CHOICES", "ROW_MULTIPLE", "Size"]
 """The names for adapters."""
 
 MOST_RANKS, MOST_CHOICES, ROW_MULTIPLE = 16, 32, 16
-"""Most ranks; most choices of a token; what the bytes of a row are a multiple of."""
+"""The most ranks; the most choices of a token; and the number of bytes of which a row must be a multiple."""
 TOKENS_MULTIPLE = 64
 _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakValueDictionary[float, Nvlink]]
 _shared = weakref.WeakKeyDictionary()
@@ -59,9 +59,9 @@ def _uses_gpu() -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """The size of kernels and a heap, tokens apart: the slots of every expert rank, of which `tensor`
-    ranks share one, E experts, K choices, rows of `row_bytes`. compact: rows are received once, too.
-    alignment: rows of a slot are padded to a multiple."""
+    """The sizes of kernels and of a heap, except tokens: the slots of every expert-parallel rank, each of
+    `tensor` ranks that share them, E experts, K choices, rows of `row_bytes`. compact: whether rows are
+    also received once per token. alignment: rows of a slot are padded to a multiple."""
 
     rank_offsets: tuple[int, ...]
     tensor: int
@@ -106,15 +106,15 @@ K = TypeVar("K", bound=Kernels)
 
 
 def room_for(tokens: int) -> int:
-    """Tokens that a heap for a small batch has room for, a power of two, so that its rows are few; 0 for a
-    batch that is not small: there is one heap for all of those, as large as the largest."""
+    """The tokens of a rank that a heap for a small batch has room for: a power of two, so that there are few
+    heaps. 0 for a batch that is not small: all of those share one heap, as large as the largest needs."""
     return 0 if tokens > lay.SMALL_TOKENS else max(TOKENS_MULTIPLE, 1 << (tokens - 1).bit_length())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sms:
-    """Multiprocessors of the kernels for rows out, rows of a small batch with their routing, coded rows out,
-    sums back, tokens that a fused kernel brings."""
+    """Multiprocessors of the kernels: for rows out; for rows of a small batch and their routing; for encoded
+    rows out; for sums back; and for tokens that a fused kernel moves."""
 
     dispatch: int
     small: int

@@ -1,9 +1,11 @@
-"""Ranks in two tiers, the ranks of a node and the ranks of equal place on all nodes; each exchanges alone.
+"""The backend of `tiered`: ranks in two tiers, inside a node and across nodes, between which rows move
+separately.
 
-`imbrex.exchange.tiered` takes rows over the second tier and then over the first. Messages between two ranks
-carry tags, so that those of several chunks and of both tiers are under way together, over one group.
+The tier across nodes connects a rank with its counterparts, the ranks at the same place in other nodes.
+`imbrex.exchange.tiered` moves rows over it first, then inside the node. Messages between two ranks have tags,
+so messages of several chunks and of both tiers can be under way at the same time, over one process group.
 
-NCCL does one thing at a time for a group. Inside a node kernels over NVLink have nothing to do with it.
+NCCL does one thing at a time for a group. Kernels over NVLink inside a node do not depend on it.
 """
 
 from __future__ import annotations
@@ -29,17 +31,17 @@ from imbrex.transport.nodes import Nodes
 from imbrex.transport.nvlink import Nvlink
 
 ACROSS, INSIDE, WORDS = 0, 1, 2
-"""Rows between nodes, rows inside one, and numbers inside one, in the tags of messages."""
+"""The tiers in messages' tags: rows between nodes, rows inside a node, and numbers inside a node."""
 INSIDES = ("auto", "alltoall", "nvlink")
 
 
 @dataclass(kw_only=True, slots=True)
 class _Shared:
-    """All that layers of a group have in common: the numbers of its messages by tier, and a lane that does
-    one work after the other, which gives those numbers in the order of the calls.
+    """State that all layers of a group share: the numbers of messages by tier, and a lane that does one work
+    after the other, so that messages are numbered in the order of the calls.
 
-    lost: how a wait failed, if one has. Work that fails gives no more numbers, so what the lane takes after
-    it would meet other messages of the peers; gloo ends a process whose place is too small for what comes.
+    lost: how a wait failed, if one has. After that no messages are numbered: later ones would match other
+    messages of the peers, and gloo ends a process whose receive is too small for what arrives.
     """
 
     lane: Lane
@@ -49,12 +51,12 @@ class _Shared:
 
 
 _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, _Shared]] = weakref.WeakKeyDictionary()
-"""The tiers that layers share, by group and ranks of a node."""
+"""The shared state, by group and number of ranks in a node."""
 
 
 class Flight:
-    """An uneven all-to-all by messages. The caller's thread makes it, which numbers it and posts its
-    receives; `send` may follow on another thread."""
+    """An uneven all-to-all by messages. The caller's thread creates it, which numbers it and posts its
+    receives; `send` may be called later on another thread."""
 
     def __init__(self, members: Members, phase: str, tier: int, out: Tensor, receive: Sequence[int]) -> None:
         self.members, self.phase, self.out = members, phase, out
@@ -71,7 +73,7 @@ class Flight:
         return [Message(rows=b, peer=p, tag=self.tag) for p, b in enumerate(blocks) if p != rank]
 
     def send(self, rows: Tensor, send: Sequence[int]) -> Flight:
-        """Send rows, which lie by destination, `send[r]` of them to member r."""
+        """Start sending rows, which are ordered by destination, `send[r]` of them to member r."""
         rows = rows.contiguous()
         self.held.append(rows)
         places = self.places if self.members.groups_messages else []
@@ -80,14 +82,15 @@ class Flight:
         return self
 
     def wait(self) -> Tensor:
-        """Wait for the rows that come, once; on a GPU only the current stream waits."""
+        """Wait for the rows that arrive, and return them. Call it once. On a GPU only the current stream
+        waits."""
         came, self.came = self.came, []
         for work in came:
             self.members.finish(self.phase, work)
         return self.out
 
     def finish(self) -> Tensor:
-        """Wait for the rows that come and for those that leave."""
+        """Wait for the rows that arrive and for those that are sent. Returns the rows that arrived."""
         self.wait()
         for work in self.sent:
             self.members.finish(self.phase, work)
@@ -153,16 +156,16 @@ class Members(AllToAll):
         )
 
     def begin(self, tier: int, phase: str, like: Tensor, receive: Sequence[int]) -> Flight:
-        """Begin a flight: memory for rows as wide as `like`, `receive[r]` of them from member r."""
+        """Start a flight with memory for rows as wide as `like`, `receive[r]` of them from member r."""
         return Flight(self, phase, tier, like.new_empty(sum(receive), like.shape[1]), receive)
 
 
 class Tiers(Collective):
-    """The backend of `tiered`: nodes of equally many neighbouring ranks, to each of which a row crosses once.
+    """Two tiers of ranks: nodes of equally many neighbouring ranks, to each of which a row crosses once.
 
-    ranks_per_node: where the launcher does not say it.
+    ranks_per_node: the size of a node, if the launcher does not say it.
     inside: how rows move in a node: `nvlink` by kernels, for bfloat16 tokens on GPUs; `alltoall` as bytes;
-        `auto` by kernels where `not_nvlink` is None and the GPUs can, else as bytes.
+    `auto` by kernels if `not_nvlink` is None and the GPUs can, otherwise as bytes.
     """
 
     name = "tiered"
