@@ -20,6 +20,7 @@ from imbrex.simulate.profile import Profile
     ("words", "said"),
     [
         (["--gpus", "0"], "--gpus is 0: give at least 1"),
+        (["--gpus", "8", "--model", "64,32,99999999999,2"], "99999999999 experts; give at most 65536"),
         (["--gpus", "8", "--nodes", "-1"], "--nodes is -1: give at least 1"),
         (["--gpus", "8", "--nodes", "3"], "8 GPUs do not divide into 3 nodes"),
         (["--gpus", "12", "--network", "FABRIC"], "12 GPUs are not whole nodes of 8, as the first tier of"),

@@ -528,6 +528,9 @@ def test_profiles_in_and_out(tmp_path: Path) -> None:
     (tmp_path / "here.json").write_text("{}")
     with pytest.raises(ValueError, match=r"here\.json is no profile .*; measure it again"):
         Profile.load(tmp_path / "here.json")
+    (tmp_path / "here.json").write_bytes(b"\x00\xff")
+    with pytest.raises(ValueError, match=r"here\.json is no profile .*; measure it again"):
+        Profile.load(tmp_path / "here.json")
     with pytest.raises(ValueError, match="moon is not there; give a file of `imbrex profile`, or h200"):
         Profile.load("moon")
     with pytest.raises(ValueError, match="has no 'speed'"):

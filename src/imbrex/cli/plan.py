@@ -24,6 +24,8 @@ from imbrex.simulate.story import as_json, lines, write_story
 
 LAYERS = {"mixtral": 32, "qwen2-moe": 24, "phi3.5-moe": 32, "deepseek-v3": 58, "qwen3-30b-a3b": 48}
 """Layers with experts, from the models' published configurations."""
+MOST_EXPERTS = 65536
+"""Experts that are simulated: the choices of each are drawn."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,6 +131,8 @@ def _write_placement(path: str, history: LoadHistory, layout: Layout) -> str:
 
 def _shape(model: str, profile: Profile) -> Shape:
     shape = parse_shape(model)
+    if shape.num_experts > MOST_EXPERTS:
+        raise ValueError(f"--model: {shape.num_experts} experts; give at most {MOST_EXPERTS}")
     return Shape(
         width=shape.hidden_size,
         inner=shape.intermediate_size,

@@ -91,7 +91,7 @@ class Profile:
                 most_ranks=content["most_ranks"],
                 entries={name: Entry(**entry) for name, entry in content["entries"].items()},
             )
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"profile: {path} is no profile ({error!r}); measure it again") from None
 
 
