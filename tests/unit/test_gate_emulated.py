@@ -128,7 +128,7 @@ def losses_by_torch(logits_TE, bias_E, gate: Gate, top_k: int, sequences: int, w
     scores_TE = logits_TE.sigmoid() if gate.score == "sigmoid" else logits_TE.softmax(-1)
     if gate.score == "sigmoid":
         scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
-    how = {"num_sequences": sequences, "wanted": wanted, "batch": ALONE}
+    how = {"num_sequences": sequences, "losses_needed": wanted, "batch": ALONE}
     return ids_TK, weights_TK, auxiliary_losses(logits_TE, scores_TE, ids_TK, **how)
 
 
