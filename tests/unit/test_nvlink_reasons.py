@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import imbrex
 from imbrex.codec import make_wire
-from imbrex.contracts import Geometry
+from imbrex.contracts import Geometry, Roles
 from imbrex.exchange.nvlink_fit import kernel_placement, row_capacity_for, why_not_nvlink
 from imbrex.kernels import jit
 from imbrex.kernels.ffn.glue import COUNTERS
 from imbrex.kernels.routing.routed import Routed, Sizes, empty_routed
 from imbrex.kernels.rows import weights
 from imbrex.kernels.rows.weights import run_spread, spread
+from imbrex.overlap.fused import Fused
 from imbrex.placement import contiguous, from_slots, split_balanced, split_evenly
 from imbrex.transport.nvlink import Nvlink, NvlinkError, Size
 from tests.emulated import kernel
@@ -133,3 +135,26 @@ def test_rows_for_the_tokens_of_a_call() -> None:
     size = Size(rank_offsets=(0, 3, 6), tensor=1, experts=6, choices=2, row_bytes=64)
     rows = {most: row_capacity_for(size.shape(640), most) for most in (640, 321, 320, 3, 0)}
     assert rows == {640: 2560, 321: 2560, 320: 1280, 3: 20, 0: 20}
+
+
+@pytest.mark.parametrize("name", ["dispatch", "small", "push", "combine", "stage", "beside"])
+@pytest.mark.parametrize("number", [0, -1, 2.5, True, None])
+def test_numbers_of_multiprocessors(name: str, number: Any) -> None:
+    with pytest.raises(ValueError, match=rf"Nvlink: {name}_sms={number}; give a whole number of 1 or more"):
+        Nvlink(None, **{f"{name}_sms": number})
+
+
+@pytest.mark.parametrize(
+    ("roles", "reason"),
+    [
+        (Roles(stage=0), r"Roles\(stage=0\); give None or a whole number from 1 to 1024"),
+        (Roles(rows=-3), r"Roles\(rows=-3\); give None or a whole number from 1"),
+        (Roles(sums=1025), r"Roles\(sums=1025\); give None or a whole number from 0 to 1024"),
+        (Roles(first=2.0), r"Roles\(first=2.0\); give None or a whole number from 0"),  # type: ignore[arg-type]
+        (Roles(dy=1), r"Roles\(dy=1\); give None or 0"),
+        ("many", r"'many' are no roles; give imbrex.contracts.Roles"),
+    ],
+)
+def test_roles_that_are_none(roles: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"schedule 'fused': {reason}"):
+        Fused(roles)

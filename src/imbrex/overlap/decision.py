@@ -118,6 +118,19 @@ def roles_as_json(roles: Roles, seconds: Mapping[Roles, Sequence[float]]) -> dic
     return {name: getattr(roles, name) for name in names} | {"tried": tried}
 
 
+def why_not_roles(roles: object) -> str | None:
+    """Why these are no roles of a fused layer, or `None`: numbers of blocks from 1 to `MOST_BLOCKS`, where 0
+    is a number only of those that begin with sums (`sums`, `first`), and `dy` 0 or `None`."""
+    if not isinstance(roles, Roles):
+        return f"{roles!r} are no roles; give imbrex.contracts.Roles(...)"
+    for name, number in roles._asdict().items():
+        least, most = int(name in ("stage", "rows")), 0 if name == "dy" else MOST_BLOCKS
+        if number is not None and (type(number) is not int or not least <= number <= most):
+            numbers = "0" if name == "dy" else f"a whole number from {least} to {most}"
+            return f"Roles({name}={number!r}); give None or {numbers}"
+    return None
+
+
 def roles_of_json(value: Mapping[str, Any]) -> Roles:
     """The roles that a file holds. Raises ValueError, TypeError or KeyError if it holds none."""
     stage, sums, first = (
@@ -143,4 +156,4 @@ def _positive(number: Any) -> float:
     return float(number)
 
 
-__all__ = ["FUSED", "SERIAL", "Decision", "Gains", "roles_as_json", "roles_of_json"]
+__all__ = ["FUSED", "SERIAL", "Decision", "Gains", "roles_as_json", "roles_of_json", "why_not_roles"]

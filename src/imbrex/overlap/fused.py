@@ -21,7 +21,7 @@ from torch import Tensor
 from imbrex.contracts import Experts, Output, Roles, Routing, RowExchange, RowForm
 from imbrex.exchange.layer_op import fused_layer
 from imbrex.experts.experts import Experts as Ours
-from imbrex.overlap.decision import roles_of_json
+from imbrex.overlap.decision import roles_of_json, why_not_roles
 from imbrex.overlap.pipelined import Pipelined
 from imbrex.overlap.serial import Serial
 from imbrex.overlap.tuner import tuner_of
@@ -37,12 +37,17 @@ class Fused(Pipelined):
     roles: which blocks of the kernels do what; no bit depends on them. `None`: those tuned for such a layer
         by `imbrex tune` or `schedule='auto'`, otherwise the default ones. A compiled graph uses those that
         the exchange has from a call outside of the graph.
+
+    Raises ValueError for roles that no kernel can have.
     """
 
     fuses = True
 
     def __init__(self, roles: Roles | None = None) -> None:
         super().__init__("optsche", 1, name="fused")
+        reason = None if roles is None else why_not_roles(roles)
+        if reason is not None:
+            raise ValueError(f"schedule 'fused': {reason}")
         self.roles = roles
         self._why_not_experts: weakref.WeakKeyDictionary[RowExchange, str | None] = (
             weakref.WeakKeyDictionary()

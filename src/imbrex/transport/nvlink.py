@@ -145,6 +145,8 @@ class Nvlink(Collective):
         kernel wait for peers: two kernels that may meet on a GPU must both fit it. Staging takes no more than
         there are.
     beside_sms: those of every kernel that moves a chunk, with experts at work on the others.
+
+    Raises ValueError for a number of multiprocessors below 1, NvlinkError where the kernels cannot run.
     """
 
     name = "nvlink"
@@ -164,13 +166,16 @@ class Nvlink(Collective):
         beside_sms: int = 32,
         exact_rows: bool | None = None,
     ) -> None:
+        sms = {"dispatch": dispatch_sms, "small": small_sms, "push": push_sms, "combine": combine_sms}
+        sms |= {"stage": stage_sms}
+        for name, number in (sms | {"beside": beside_sms}).items():
+            if type(number) is not int or number < 1:
+                raise ValueError(f"Nvlink: {name}_sms={number!r}; give a whole number of 1 or more")
         super().__init__(group, timeout=timeout)
         if group is not None and _uses_gpu() and self.may_run_on(group):
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.max_tokens, self.exact_rows = max_tokens, exact_rows
-        self.sms = Sms(
-            dispatch=dispatch_sms, small=small_sms, push=push_sms, combine=combine_sms, stage=stage_sms
-        )
+        self.sms = Sms(**sms)
         self.sms_beside = Sms(**dict.fromkeys(Sms.__dataclass_fields__, beside_sms))
         self._exchanges: dict[tuple[Size, int], NvlinkExchange] = {}
         self._captured: set[NvlinkExchange] = set()
