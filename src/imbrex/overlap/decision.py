@@ -123,10 +123,10 @@ def why_not_roles(roles: object) -> str | None:
     is a number only of those that begin with sums (`sums`, `first`), and `dy` 0 or `None`."""
     if not isinstance(roles, Roles):
         return f"{roles!r} are no roles; give imbrex.contracts.Roles(...)"
-    for name, number in roles._asdict().items():
-        least, most = int(name in ("stage", "rows")), 0 if name == "dy" else MOST_BLOCKS
-        if number is not None and (type(number) is not int or not least <= number <= most):
-            numbers = "0" if name == "dy" else f"a whole number from {least} to {most}"
+    for name, number in zip(Roles._fields, roles, strict=True):
+        first, last = int(name in ("stage", "rows")), 0 if name == "dy" else MOST_BLOCKS
+        if number is not None and (type(number) is not int or not first <= number <= last):
+            numbers = "0" if name == "dy" else f"a whole number from {first} to {last}"
             return f"Roles({name}={number!r}); give None or {numbers}"
     return None
 
