@@ -20,14 +20,15 @@ WRITING_S = 1800.0
 class Team:
     """The ranks that together hold the layers of a model: those of their group, and of the data group.
 
-    first: whether this is the one that writes. what: the collective call they make, for errors.
+    first: whether this is the one that writes. what: the collective call they make, for errors. advice: the
+    end of the error of a rank that nobody joins.
     """
 
-    def __init__(self, layers: Sequence[MoELayer], what: str) -> None:
+    def __init__(self, layers: Sequence[MoELayer], what: str, advice: str = "") -> None:
         ranks = layers[0].ranks
         self.groups = [g for g in (ranks.group, ranks.data_group) if g is not None and g.size() > 1]
         self.first = all(group.rank() == 0 for group in self.groups)
-        self.what = what
+        self.what, self.advice = what, advice
 
     def meet(self) -> None:
         """Raises RankLostError where a rank does not come within the usual time-out."""
@@ -37,10 +38,8 @@ class Team:
                 call = partial(dist.all_reduce, here, group=group, async_op=True)
                 waits.run(self.what, call, on_host=not here.is_cuda, group=group)
         except RankLostError as error:
-            raise RankLostError(
-                f"{error}; {self.what} is collective: call it on every rank (Trainer saves on one: give it "
-                "ReplacedBlocks(), and instead of its save_model() call the model's save_pretrained())"
-            ) from error
+            sentence = f"{error}; {self.what} is collective: call it on every rank{self.advice}"
+            raise RankLostError(sentence) from error
 
     def agree(self, problem: Exception | None = None) -> None:
         """Raises on every rank where one has a problem: its own there, one that quotes it elsewhere."""

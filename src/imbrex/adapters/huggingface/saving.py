@@ -32,6 +32,11 @@ from imbrex.guards import PartialStateWarning
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 STALE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 """Weights of an earlier save, which the new ones replace."""
+IN_TRAINER = (
+    " (Trainer saves on one: give it ReplacedBlocks(), and instead of its save_model() call the model's "
+    "save_pretrained())"
+)
+"""Advice for a rank that saves alone."""
 
 
 def save_pretrained(
@@ -56,7 +61,7 @@ def save_pretrained(
     blocks = replaced_blocks(model)
     if not blocks:
         raise ValueError("save_pretrained: no replaced blocks; use the model's own save_pretrained")
-    team = Team([layer for _, layer in blocks], "save_pretrained")
+    team = Team([layer for _, layer in blocks], "save_pretrained", IN_TRAINER)
     team.meet()
     team.agree(_misuse(model, blocks, max_shard_size, options))
     dense = _dense_state(model, [name for name, _ in blocks])
