@@ -48,7 +48,8 @@ PAUSE = 4_000_000
 KERNELS = 34
 KNOWN = ("op", "impl", "case", "n", "weights_gib", "model", "W", "dtype", "room")
 """What is not printed of a row."""
-FP8, ONE_FP8 = "nvlink-fp8", "auto-fp8"
+FP8, WHOLE_ROWS, ONE_FP8 = "nvlink-fp8", "nvlink-fp8-experts", "auto-fp8"
+"""Experts in fp8: with rows that cross in fp8, with rows as they are, and on one GPU."""
 OURS = ("nvlink", "auto")
 FORCED = {1: 0.8, 3: 1.6}
 """Drafts that count as right, in the mean, by how many a step makes."""
@@ -68,7 +69,7 @@ class Sweep:
 
 SWEEPS = {
     "qwen3-30b-a3b": Sweep(
-        ways=("nvlink", GATHER, "alltoall", TRANSFORMERS, FP8, ALONE), rooms=((1024, 4608),)
+        ways=("nvlink", GATHER, "alltoall", TRANSFORMERS, FP8, WHOLE_ROWS, ALONE), rooms=((1024, 4608),)
     ),
     "deepseek-v3-8": Sweep(
         ways=("nvlink", GATHER, "alltoall", TRANSFORMERS),
@@ -94,6 +95,8 @@ def brief(sweep: Sweep) -> Sweep:
 def way_of(name: str) -> Way:
     if name == FP8:
         return Way(transport="nvlink", codec="fp8", experts="kernels-fp8")
+    if name == WHOLE_ROWS:
+        return Way(transport="nvlink", experts="kernels-fp8")
     if name == ONE_FP8:
         return Way(transport="auto", experts="kernels-fp8")
     return Way(transport=name, experts="grouped" if name == "alltoall" else "auto")
@@ -451,7 +454,7 @@ class Run:
         if engine.group is None and way in OURS and not drafts:
             parts = {"parts_us": parts_of(recorded(engine, batch, tokens))}
         engine.steps.state.remaining_Z.zero_()
-        fp8 = way in (FP8, ONE_FP8)
+        fp8 = way in (FP8, WHOLE_ROWS, ONE_FP8)
         read = step_bytes(engine.model, batch, tokens, hit, drafts, fp8=fp8)
         floor = read / self.tbps / 1e12
         return {

@@ -383,6 +383,8 @@ def show(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
     console = Console(width=max(140, Console().width))
     console.print(title, soft_wrap=True, highlight=False)
     console.print(table)
+    if any(row["tokens_per_s_gpu"] is None for row in rows):
+        console.print(TOO_SHORT, highlight=False)
     console.print(host)
     if args.levers:
         off = Table(title=f"{ABOUT_LEVERS}, {args.levers} loops in turns", title_justify="left")
@@ -402,7 +404,7 @@ HEADS += ("gap p50, p99 ms", "step ms")
 HOST_HEADS = ("", "users", "in", "drafts", "interval", *HostTime.NAMES, "its own", "launches")
 ABOUT_HOST = "The host, us a step (agree: until the slowest rank is there); its own: without model and wait"
 
-
+TOO_SHORT = "-: too few tokens while every user is served; give more --rounds or a longer --output"
 ABOUT_LEVERS = "The same load without a lever; host: its own work, without agree"
 
 
