@@ -103,7 +103,7 @@ def test_a_step_over_the_whole_room_takes_as_long_at_any_length() -> None:
 
 @pytest.mark.parametrize("chunk", [64, 256])
 def test_a_rate_is_that_of_a_longer_load_or_none(chunk: int) -> None:
-    """Of two rounds the window holds the others' prompts: it gave 91 tokens/s where longer loads have 1660."""
+    """The window of two rounds holds the others' prompts: it gave 91 tokens/s for 1660."""
     times = StepTimes(decode={32: [(0, 0.0107)]}, prefill=[(0, 0.0085)])
     kind = Settings(slots=32, room=288, chunk=(1, chunk), sizes=(32,), interval=4)
     two, three, six = (

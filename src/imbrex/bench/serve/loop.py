@@ -3,8 +3,8 @@
 x of a Pareto curve is what a user sees, the mean over requests of tokens a second behind the first token; y
 is what a GPU gives, tokens a second of all users over the ranks. Both are of a window in which every user is
 served: it begins when the last user's first request has been answered, whose length is staggered so that
-requests do not end together, and ends when the first user is done. Where half an answer of every user does not
-fit into it, as with two rounds and long prompts, it holds mostly the prompts of others, and gives no rate.
+requests do not end together, and ends when the first user is done. Where half an answer of every user does
+not fit into it, as with two rounds and long prompts, it holds mostly the prompts of others: no rate.
 """
 
 from __future__ import annotations
