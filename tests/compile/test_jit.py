@@ -50,6 +50,27 @@ def test_local_memory_is_reported(sources: Path) -> None:
     assert resources.stack_bytes == 64 * 4
 
 
+@pytest.mark.parametrize("arch", [jit.ARCH, "compute_80"])
+def test_all_entries_of_a_source_are_compiled_at_once(
+    arch: str, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (sources / "both.cu").write_text(
+        SMALL + SPILLING.replace("SIZE", "FACTOR").replace('#include "size.cuh"', "")
+    )
+    one, other, none = (
+        jit.Variant(source="both.cu", entry=entry, defines=(("FACTOR", 64),), arch=arch)
+        for entry in ("small", "spilling", "missing")
+    )
+    first = jit.compile_variant(one)
+    monkeypatch.setattr(jit, "_compile", lambda *_: pytest.fail("compiled although it was cached"))
+    second = jit.compile_variant(other)
+    assert second.cubin == first.cubin
+    assert first.resources.stack_bytes == 0
+    assert second.resources.stack_bytes == (64 * 4 if arch == jit.ARCH else 0)
+    with pytest.raises(jit.KernelError, match=r"both\.cu has no kernel 'missing'"):
+        jit.compile_variant(none)
+
+
 def test_second_process_reads_the_cache_and_a_damaged_file_is_rebuilt(
     sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

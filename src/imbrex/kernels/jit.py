@@ -5,10 +5,10 @@
     load(variant).launch(grid=132, block=384, args=[x_RD, tensor_map, 7], smem=200_000)
 
 Specialisation is by `#define`. The cache key is the SHA-256 of the source, every header it includes,
-the defines, the entry, the architecture and the NVRTC version, so a changed header never meets an old
-binary. A cache file is written beside its final name and renamed, so eight processes that start at once
-may compile the same variant eight times but never read half a file. One file holds the resource report and
-the cubin; a damaged file is compiled again.
+the defines, the architecture and the NVRTC version, so a changed header never meets an old binary, and all
+entries of a source are compiled at once. A cache file is written beside its final name and renamed, so eight
+processes that start at once may compile the same source eight times but never read half a file. One file
+holds the resource reports and the cubin; a damaged file is compiled again.
 
 Kernel arguments: a tensor passes its address, a `ByValue` (a tensor map) its bytes, an `int` a 32-bit int
 (range checked), a `float` a 32-bit float, and any ctypes value itself (`ctypes.c_int64(n)`).
@@ -158,8 +158,9 @@ def sources_of(variant: Variant) -> dict[str, str]:
 
 
 def cache_key(variant: Variant, sources: dict[str, str], compiler: tuple[int, int]) -> str:
-    """The name of a compiled variant: a digest of its definition, sources, compiler and options."""
-    parts = [asdict(variant), sorted(sources.items()), list(compiler), _FIXED_OPTIONS]
+    """The name of a compiled source: a digest of its definition, files, compiler and options."""
+    program = asdict(replace(variant, entry=""))
+    parts = [program, sorted(sources.items()), list(compiler), _FIXED_OPTIONS]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -186,14 +187,17 @@ def compile_variant(variant: Variant) -> Compiled:
     sources = sources_of(variant)
     compiler = cuda_ok(nvrtc.nvrtcVersion(), "reading the NVRTC version")
     path = cache_directory() / f"{cache_key(variant, sources, compiler)}.bin"
-    cached = _read_cache(path)
-    if cached is None:
-        cached = _compile(variant, sources)
-        _write_cache(path, cached)
-    return cached
+    entries = _read_cache(path)
+    if entries is None:
+        entries = _compile(variant, sources)
+        _write_cache(path, entries)
+    if variant.entry not in entries:
+        raise KernelError(f'{variant.source} has no kernel {variant.entry!r}: is it extern "C" __global__?')
+    return entries[variant.entry]
 
 
-def _compile(variant: Variant, sources: dict[str, str]) -> Compiled:
+def _compile(variant: Variant, sources: dict[str, str]) -> dict[str, Compiled]:
+    """All entries of the variant's source."""
     nvrtc = cuda_binding("nvrtc")
     headers = [(text, name) for name, text in sources.items() if name != variant.source]
     program = cuda_ok(
@@ -216,23 +220,27 @@ def _compile(variant: Variant, sources: dict[str, str]) -> Compiled:
         first = next((line for line in log.splitlines() if "error" in line), log.strip() or str(result))
         raise KernelError(f"NVRTC could not compile {variant}: {first.strip()}")
     if variant.arch.startswith("compute_"):
-        cubin = _nvrtc_bytes(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
-        resources = Resources(registers=0, spill_bytes=0, stack_bytes=0, static_smem=0)
+        code = _nvrtc_bytes(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
+        none = Resources(registers=0, spill_bytes=0, stack_bytes=0, static_smem=0)
+        reports = dict.fromkeys(re.findall(r"\.entry (\w+)", code.decode()), none)
     else:
-        cubin = _nvrtc_bytes(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
-        resources = read_resources(log, variant.entry)
+        code = _nvrtc_bytes(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+        reports = read_resources(log)
     nvrtc.nvrtcDestroyProgram(program)
-    return Compiled(cubin=cubin, resources=resources)
+    return {entry: Compiled(cubin=code, resources=report) for entry, report in reports.items()}
 
 
-def read_resources(log: str, entry: str) -> Resources:
-    """Resources of `entry` from the text of `ptxas -v`."""
-    _, _, section = log.partition(f"Compiling entry function '{entry}'")
-    if not section:
-        raise KernelError(
-            f'the compiler\'s report does not mention kernel {entry!r}: is it extern "C" __global__?'
-        )
-    section = section.split("Compiling entry function")[0]
+def read_resources(log: str) -> dict[str, Resources]:
+    """Resources of every entry from the text of `ptxas -v`."""
+    warnings = tuple(line.strip() for line in log.splitlines() if _SUSPICIOUS.search(line))
+    _, *sections = re.split(r"Compiling entry function '(\w+)'", log)
+    return {
+        entry: _read_section(section, warnings)
+        for entry, section in zip(sections[::2], sections[1::2], strict=True)
+    }
+
+
+def _read_section(section: str, warnings: tuple[str, ...]) -> Resources:
 
     def number(pattern: str) -> int:
         return sum(int(number) for number in re.findall(pattern, section))
@@ -242,7 +250,7 @@ def read_resources(log: str, entry: str) -> Resources:
         spill_bytes=number(r"(\d+) bytes spill (?:stores|loads)"),
         stack_bytes=number(r"(\d+) bytes stack frame"),
         static_smem=number(r"(\d+) bytes smem"),
-        warnings=tuple(line.strip() for line in log.splitlines() if _SUSPICIOUS.search(line)),
+        warnings=warnings,
     )
 
 
@@ -253,24 +261,29 @@ def _nvrtc_bytes(size_of: Any, fetch: Any, program: Any) -> bytes:
     return bytes(buffer)
 
 
-def _read_cache(path: Path) -> Compiled | None:
+def _read_cache(path: Path) -> dict[str, Compiled] | None:
     try:
         head, _, cubin = path.read_bytes().partition(b"\n")
-        report = json.loads(head)
-        if hashlib.sha256(cubin).hexdigest() != report.pop("sha256"):
+        digest, reports = json.loads(head)
+        if hashlib.sha256(cubin).hexdigest() != digest:
             return None
-        report["warnings"] = tuple(report["warnings"])
-        return Compiled(cubin=cubin, resources=Resources(**report))
+        entries = {}
+        for entry, report in reports.items():
+            resources = Resources(**report | {"warnings": tuple(report["warnings"])})
+            entries[entry] = Compiled(cubin=cubin, resources=resources)
+        return entries
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _write_cache(path: Path, compiled: Compiled) -> None:
-    head = asdict(compiled.resources) | {"sha256": hashlib.sha256(compiled.cubin).hexdigest()}
+def _write_cache(path: Path, entries: dict[str, Compiled]) -> None:
+    reports = {entry: asdict(compiled.resources) for entry, compiled in entries.items()}
+    cubin = next((compiled.cubin for compiled in entries.values()), b"")
+    head = [hashlib.sha256(cubin).hexdigest(), reports]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(json.dumps(head).encode() + b"\n" + compiled.cubin)
+            file.write(json.dumps(head).encode() + b"\n" + cubin)
         os.replace(file.name, path)
     except OSError:
         return  # a read-only home costs a compilation a process, never a failure
