@@ -109,7 +109,7 @@ def test_what_was_counted_outlives_an_untraced_test(pool: Pool) -> None:
 
 
 def test_a_process_ends_as_before_after_tests_that_count_nothing() -> None:
-    """Only `make test`, which counts lines, can fail it."""
+    """Only `make coverage`, which counts lines, can fail it."""
     leave = os._exit
     with tracing.stopped():
         pass
