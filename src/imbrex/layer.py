@@ -29,7 +29,8 @@ from imbrex import guards, overlap
 from imbrex.balancer import OnlineBalancer
 from imbrex.contracts import Backend, Codec, Output, Placement, Routing, RowForm, Split, Strategy, Wire
 from imbrex.exchange import plan
-from imbrex.exchange.agreement import DTYPES, agree
+from imbrex.exchange.agreement import DTYPES, agree, raise_in_data_group
+from imbrex.exchange.autograd import check_in_op
 from imbrex.exchange.exchange import Exchange
 from imbrex.experts.experts import Activation, Experts, Shard, SharedExpert
 from imbrex.observe import Observer
@@ -184,7 +185,8 @@ class MoELayer(nn.Module):
         x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         with observer.span("route", layer=number):
             num_sequences = max(x.shape[0], 1) if x.dim() == 3 else 1
-            routing = self.gate(x_TD, num_sequences=num_sequences, kept_TK=kept_TK)
+            after = self._check_in_traced(x_TD)
+            routing = self.gate(x_TD, num_sequences=num_sequences, kept_TK=kept_TK, after=after)
         if observer.enabled and routing.kept_TK is not None:
             observer.count("drops", (~routing.kept_TK).sum(), layer=number)
         if observer.co_activation:
@@ -378,8 +380,15 @@ class MoELayer(nn.Module):
                 raise
             problem = error
         if together:
-            self.ranks.raise_together(problem)
+            raise_in_data_group(self.ranks.data_group, problem)
         return x
+
+    def _check_in_traced(self, x_TD: Tensor) -> Tensor | None:
+        """The check-in of `_checked` as an operator of a compiled graph, so that ranks that are not compiled
+        meet it. Returns 0, which the gate adds to what it sums, or `None` where nobody checks in."""
+        if not (self.gate.is_collective and torch.compiler.is_compiling()):
+            return None
+        return check_in_op(x_TD.detach(), self.exchange.dispatcher.key, self.ranks.data_group_name)
 
     def extra_repr(self) -> str:
         ranks = self.ranks

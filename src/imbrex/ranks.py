@@ -17,11 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from imbrex.exchange.agreement import raise_together
 from imbrex.runtime import waits
 from imbrex.runtime.checks import NOT_PICKLED, expect
-from imbrex.transport.collective import Collective
-from imbrex.transport.groups import hosts_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +95,11 @@ class Ranks:
     def data_size(self) -> int:
         return 1 if self.data_group is None else self.data_group.size()
 
+    @property
+    def data_group_name(self) -> str:
+        """The name by which operators find the data group; empty where there is none."""
+        return "" if self.data_group is None else self.data_group.group_name
+
     def token_groups(self, *, replicated: bool) -> tuple[dist.ProcessGroup, ...]:
         """The groups whose ranks hold different tokens; not `group` where its ranks all hold the same."""
         first = () if replicated or self.group is None else (self.group,)
@@ -108,18 +110,6 @@ class Ranks:
         drawn = torch.randint(2**31, (1,), device="cpu")
         self.share([drawn])
         return int(drawn)
-
-    def raise_together(self, problem: ValueError | None) -> None:
-        """Raise what is wrong in this expert-parallel group, or in another that holds the same experts: its
-        ranks would not come to the router's sums over the data group. Their hosts tell each other."""
-        if self.data_group is not None and self.data_size > 1:
-            try:
-                hosts = Collective(hosts_of(self.data_group))
-                raise_together(hosts, "MoELayer: in its data group", str(problem) if problem else None)
-            except ValueError as error:
-                raise (problem or error) from None
-        elif problem is not None:
-            raise problem
 
     @torch.no_grad()
     def share(self, tensors: Sequence[Tensor]) -> None:

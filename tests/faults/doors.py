@@ -101,4 +101,20 @@ DOORS = [
         "",
         ("ranks/test_capture.py::test_what_one_rank_refuses_stops_nobody",),
     ),
+    Fault(
+        "compiled-meets-nobody",
+        "exchange/autograd.py",
+        "a compiled rank goes on where ranks beside it, which are not compiled, meet before a combine",
+        "    if compiled and not (dispatcher := dispatcher_by(key)).promised:\n",
+        "    if False:\n",
+        ("ranks/test_compile.py::test_a_compiled_rank_beside_an_eager_one",),
+    ),
+    Fault(
+        "compiled-checks-in-nowhere",
+        "layer.py",
+        "a compiled rank is in the router's sums while others check in",
+        "        if not (self.gate.is_collective and torch.compiler.is_compiling()):\n",
+        "        if True:\n",
+        ("ranks/test_compile.py::test_a_compiled_rank_beside_an_eager_one",),
+    ),
 ]

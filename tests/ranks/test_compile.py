@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch._dynamo
@@ -63,3 +65,32 @@ def test_one_graph_with_replicas_and_a_codec(pool: Pool) -> None:
     case = Case(config=CONFIG, tokens=(5, 4, 3, 8), slots=slots, options=options)
     for worst in pool.run(2, run_compiled, case, "aot_eager"):
         assert max(worst.values()) < 1e-5, worst
+
+
+def run_beside_eager(ranks: Ranks, case: Case) -> list[float]:
+    """Largest differences from eager ranks: of all ranks compiled, then of the last one alone."""
+    torch._dynamo.reset()
+    layer = make_layer(case, ranks.group)
+    compiled, last = torch.compile(layer, backend="aot_eager"), ranks.rank == ranks.world_size - 1
+    seen = []
+    with real_empty():
+        for is_compiled in (False, True, last):
+            layer.zero_grad()
+            x = tokens_of(case, ranks.rank).requires_grad_()
+            y = (compiled if is_compiled else layer)(x)
+            ((y * coefficients(y)).sum() + layer.aux_loss()).backward()
+            seen.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
+    return [max((a - b).abs().max().item() for a, b in zip(seen[0], s, strict=True)) for s in seen[1:]]
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize("meets", [False, True])
+def test_a_compiled_rank_beside_an_eager_one(pool: Pool, meets: bool) -> None:
+    """Ranks meet before a router's sums, and before a combine where one of them has not promised its rows:
+    with losses, with shared experts."""
+    shared = imbrex.layer.SharedExperts(intermediate_size=4) if meets else None
+    config = dataclasses.replace(CONFIG, shared=shared)
+    losses = imbrex.AuxLosses(load_balance=0.01) if meets else None
+    case = Case(config=config, tokens=(5, 3), losses=losses, options={"timeout": 20.0})
+    for differences in pool.run(2, run_beside_eager, case):
+        assert differences == [0.0, 0.0]

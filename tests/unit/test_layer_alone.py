@@ -288,18 +288,20 @@ def test_the_time_out_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
             timeout_seconds()
 
 
-@pytest.mark.parametrize("op", ["dispatch", "combine"])
+@pytest.mark.parametrize("op", ["dispatch", "combine", "check_in"])
 def test_operators_obey_torchs_rules(op: str) -> None:
     exchange = imbrex.Exchange(contiguous(3, 1), 4, 2)
     x = torch.randn(5, 4, requires_grad=True)
     ids = torch.tensor([[0, 1], [2, -1], [1, 0], [-1, -1], [2, 1]])
     weights = torch.rand(5, 2, requires_grad=True)
     key = exchange.dispatcher.family[-1].key
-    inputs = (x, weights, ids, key)
+    inputs = (x, weights, ids, key, False)
     if op == "combine":
         rows, weights_R, _, state = autograd.dispatch_op(*inputs)
         rows, weights_R = (t.detach().requires_grad_() for t in (rows, weights_R))
-        inputs = (rows, weights_R, None, state, 5, key, False)
+        inputs = (rows, weights_R, None, state, 5, key, False, False)
+    if op == "check_in":
+        inputs = (x.detach(), key, "")
     torch.library.opcheck(
         getattr(autograd, f"{op}_op"), inputs, test_utils=("test_schema", "test_faketensor")
     )

@@ -14,12 +14,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.contracts import VERSION, Backend, Geometry, Routing
 from imbrex.exchange.plan import chosen_twice
 from imbrex.runtime.waits import RankLostError
 from imbrex.runtime.words import words
+from imbrex.transport.collective import Collective
+from imbrex.transport.groups import hosts_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HEADER = 15
@@ -36,7 +39,7 @@ EQUAL = {
     3: "the number of calls so far",
     4: "the placement (its checksum; every rank must relocate between the same two calls)",
     DTYPE: "the dtype of x",
-    CHUNKS: "the number of chunks (0 is a check of the input alone)",
+    CHUNKS: "the number of chunks (0 is a check of the input alone; a compiled layer has 1)",
     BACKWARDS: "the layers gone back through since the last call (a checksum of their order)",
 }
 """The header's values that must be equal on all ranks, by index, and their names in error messages."""
@@ -267,6 +270,19 @@ def raise_together(
     text = (problem or "").encode("ascii", "replace")[:TEXT_BYTES].ljust(TEXT_BYTES)
     letters = backend.exchange_counts(words(*text))[wrong[0]].tolist()
     raise ValueError(f"{what}: on rank {int(wrong[0])}, {bytes(letters).decode().rstrip()}")
+
+
+def raise_in_data_group(group: dist.ProcessGroup | None, problem: ValueError | None) -> None:
+    """Raise what is wrong in this expert-parallel group, or in another that holds the same experts: its ranks
+    would not come to the router's sums over `group`, the data group. Their hosts tell each other."""
+    if group is not None and group.size() > 1:
+        try:
+            what = "MoELayer: in its data group"
+            raise_together(Collective(hosts_of(group)), what, str(problem) if problem else None)
+        except ValueError as error:
+            raise (problem or error) from None
+    elif problem is not None:
+        raise problem
 
 
 def _refuse_several(what: str, dtypes_W: list[int]) -> None:

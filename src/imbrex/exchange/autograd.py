@@ -14,10 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.library import custom_op, get_ctx
 
 from imbrex.contracts import Arrived, Crossing, Dispatched, Dispatcher, Handle, Routing
+from imbrex.exchange.agreement import is_plain, raise_in_data_group
 from imbrex.runtime.tracing import differentiated, once_differentiable, traced
 
 Value = TypeVar("Value")
@@ -98,6 +100,41 @@ class StartedCrossing:
         return self.read(None if self.pending is None else self.pending.finish())
 
 
+def without_choices(x: Tensor, top_k: int, kept_TK: Tensor | None = None) -> tuple[Tensor, Routing]:
+    """Tokens [..., D] as [T, D], with a routing that sends them nowhere: what ranks check in with."""
+    if not is_plain(x):
+        x_TD, tokens = x, 0
+    else:
+        x_TD = x.reshape(-1, x.shape[-1]) if x.dim() else x[None, None]
+        tokens = x_TD.shape[0]
+    choices = (tokens, top_k) if kept_TK is None else kept_TK.shape
+    ids_TK = torch.full(choices, -1, dtype=torch.int64, device=x.device)
+    weights_TK = torch.zeros(ids_TK.shape, dtype=torch.float32, device=x.device)
+    return x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK, kept_TK=kept_TK)
+
+
+@custom_op("imbrex::check_in", mutates_args=())
+def check_in_op(x_TD: Tensor, key: int, data_group: str) -> Tensor:
+    """Meet the ranks before the sums of a router over the global batch, where plain calls meet too: see
+    `Exchange.check_in` and `raise_in_data_group`. data_group: its name, or nothing.
+
+    Returns 0 in float32. What communicates next adds it to its numbers, so that no graph puts that first.
+    """
+    dispatcher, problem = dispatcher_by(key), None
+    try:
+        dispatcher.check_in(*without_choices(x_TD, dispatcher.geometry.top_k))
+    except ValueError as error:
+        problem = error
+    group: Any = dist.distributed_c10d._resolve_process_group(data_group) if data_group else None  # pyright: ignore
+    raise_in_data_group(group, problem)
+    return x_TD.new_zeros((), dtype=torch.float32)
+
+
+@check_in_op.register_fake
+def _(x_TD: Tensor, key: int, data_group: str):
+    return x_TD.new_zeros((), dtype=torch.float32)
+
+
 def arrive(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, key: int) -> Arrived:
     """Plan a dispatch and run it: the rows, and what comes with them; see `Exchange.dispatch`."""
     dispatcher = dispatcher_by(key)
@@ -106,9 +143,12 @@ def arrive(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, key: int) -> Arrive
 
 
 def run_dispatch(
-    x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, key: int
+    x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, key: int, compiled: bool
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Return rows_RD, weights_R, counts_e, and the state that the other three operators need."""
+    """Return rows_RD, weights_R, counts_e, and the state that the other three operators need. compiled: a
+    graph runs this, whose rows fit since it was traced."""
+    if compiled:
+        dispatcher_by(key).promise = True
     return arrive(x_TD, weights_TK, ids_TK, key)[:4]
 
 
@@ -116,7 +156,7 @@ dispatch_op = custom_op("imbrex::dispatch", run_dispatch, mutates_args=())
 
 
 @dispatch_op.register_fake
-def _(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, key: int):
+def _(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, key: int, compiled: bool):
     dispatcher, size = dispatcher_by(key), sizes_of_run(x_TD)
     rows = ids_TK.numel() if dispatcher.room_for_all else size()
     return (
@@ -144,7 +184,7 @@ def _(d_rows_RD, d_weights_R, state, num_tokens, top_k, key):
 
 def set_up_dispatch(ctx, inputs, output):
     """Save for the backward what `differentiate_dispatch` needs."""
-    x_TD, weights_TK, _ids, ctx.key = inputs
+    x_TD, weights_TK, _ids, ctx.key, *_ = inputs
     ctx.shape, ctx.width, ctx.dtype = weights_TK.shape, x_TD.shape[1], x_TD.dtype
     # By default autograd makes a tensor of zeros for every integer output.
     ctx.set_materialize_grads(False)
@@ -159,7 +199,7 @@ def differentiate_dispatch(ctx, d_rows_RD, d_weights_R, *_, run: Callable[..., A
         d_rows_RD = weights_R.new_zeros(weights_R.shape[0], ctx.width, dtype=ctx.dtype)
     d_weights_R = torch.zeros_like(weights_R) if d_weights_R is None else d_weights_R
     d_x_TD, d_weights_TK = run(d_rows_RD, d_weights_R, state, *ctx.shape, ctx.key)
-    return d_x_TD, d_weights_TK, None, None
+    return d_x_TD, d_weights_TK, None, None, None
 
 
 dispatch_op.register_autograd(differentiate_dispatch, setup_context=set_up_dispatch)
@@ -184,7 +224,7 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         run = dispatch_backward_op if traced(*gradients[:2]) else run_dispatch_backward
-        return differentiate_dispatch(ctx, *gradients, run=run)
+        return differentiate_dispatch(ctx, *gradients, run=run)[:4]
 
 
 def dispatch(
@@ -193,7 +233,8 @@ def dispatch(
     """Dispatch tokens [T, D]; differentiable in `x_TD` and `weights_TK`. key: the dispatcher's. started: the
     crossing, if its move has started."""
     if started is None and traced(x_TD, weights_TK, ids_TK):
-        return Arrived(*dispatch_op(x_TD, weights_TK, ids_TK, key))
+        compiled = torch.compiler.is_compiling()
+        return Arrived(*dispatch_op(x_TD, weights_TK, ids_TK, key, compiled))
     if not differentiated(x_TD, weights_TK):
         return arrive(x_TD, weights_TK, ids_TK, key) if started is None else started.finish()
     besides: list[Any] = []
@@ -210,9 +251,13 @@ def run_combine(
     num_tokens: int,
     key: int,
     weighted: bool,
+    compiled: bool,
 ) -> Tensor:
     """Return y_TD: the sum of each token's rows, times `weights_R` unless they are `weighted` already, and of
-    its row of `addend_TD`."""
+    its row of `addend_TD`. compiled: a graph runs this, and meets the ranks that do not and may have other
+    rows than they should."""
+    if compiled and not (dispatcher := dispatcher_by(key)).promised:
+        dispatcher.agree_on_rows(None, rows_RD.dtype)
     weights, addend = None if weighted else weights_R, None if addend_TD is None else lambda: addend_TD
     return complete(dispatcher_by(key).combine(rows_RD, weights, state, num_tokens, addend))
 
@@ -221,7 +266,7 @@ combine_op = custom_op("imbrex::combine", run_combine, mutates_args=())
 
 
 @combine_op.register_fake
-def _(rows_RD, weights_R, addend_TD, state, num_tokens, key, weighted):
+def _(rows_RD, weights_R, addend_TD, state, num_tokens, key, weighted, compiled):
     return rows_RD.new_empty(num_tokens, rows_RD.shape[1])
 
 
@@ -244,7 +289,7 @@ def _(d_y_TD, rows_RD, weights_R, state, key):
 
 def set_up_combine(ctx, inputs, output):
     """Save for the backward what `differentiate_combine` needs."""
-    rows_RD, weights_R, addend, state, _tokens, ctx.key, ctx.weighted = inputs
+    rows_RD, weights_R, addend, state, _tokens, ctx.key, ctx.weighted, *_ = inputs
     ctx.has_addend, ctx.num_state = addend is not None, len(state)
     # The rows are needed only for the gradient of the weights, and they are the largest tensor of a layer.
     ctx.save_for_backward(None if ctx.weighted else rows_RD, weights_R, *state)
@@ -256,7 +301,7 @@ def differentiate_combine(ctx, d_y_TD, *, run: Callable[..., Any] = combine_back
     rows_RD, weights_R, *state = ctx.saved_tensors
     d_rows_RD, d_weights_R = run(d_y_TD, rows_RD, weights_R, state, ctx.key)
     d_weights, d_addend = None if ctx.weighted else d_weights_R, d_y_TD if ctx.has_addend else None
-    return d_rows_RD, d_weights, d_addend, [None] * ctx.num_state, None, None, None
+    return d_rows_RD, d_weights, d_addend, [None] * ctx.num_state, None, None, None, None
 
 
 combine_op.register_autograd(differentiate_combine, setup_context=set_up_combine)
@@ -271,7 +316,7 @@ class _Combine(torch.autograd.Function):
         rows_RD, weights_R, addend_TD, (num_tokens, key, weighted, started, ctx.redispatch), *state = inputs
         arguments = rows_RD, weights_R, addend_TD, state, num_tokens, key, weighted
         set_up_combine(ctx, arguments, None)
-        return run_combine(*arguments) if started is None else started.finish()
+        return run_combine(*arguments, False) if started is None else started.finish()
 
     @staticmethod
     @once_differentiable
@@ -295,11 +340,11 @@ def combine(
     crossing, if its move has started. redispatch: the rows that the backward dispatches once more."""
     weights_R, state, call = handle.weights_R, handle.state, (handle.num_tokens, handle.maker, weighted)
     if started is None and traced(rows_RD, weights_R, addend_TD):
-        return combine_op(rows_RD, weights_R, addend_TD, state, *call)
+        return combine_op(rows_RD, weights_R, addend_TD, state, *call, torch.compiler.is_compiling())
     if not differentiated(rows_RD, weights_R, addend_TD):
         if started is not None:
             return started.finish()
-        return run_combine(rows_RD, weights_R, addend_TD, state, *call)
+        return run_combine(rows_RD, weights_R, addend_TD, state, *call, False)
     # One tuple for all that is no tensor, because `apply` inspects every argument.
     return _Combine.apply(rows_RD, weights_R, addend_TD, (*call, started, redispatch), *state)
 

@@ -33,7 +33,7 @@ from imbrex.contracts import (
     Wire,
 )
 from imbrex.exchange import autograd
-from imbrex.exchange.agreement import agree, is_plain
+from imbrex.exchange.agreement import agree
 from imbrex.exchange.alone import AloneDispatcher
 from imbrex.exchange.autograd import Redispatch, StartedCrossing
 from imbrex.exchange.bytes import BytesDispatcher
@@ -214,16 +214,8 @@ class Exchange:
         kept_TK: a mask, which must be bool and have one entry for each choice. alone: this rank calls by
             itself, because its input is wrong; the others hear of it in their `dispatch` or schedule.
         """
-        if not is_plain(x):
-            x_TD, tokens = x, 0
-        else:
-            x_TD = x.reshape(-1, x.shape[-1]) if x.dim() else x[None, None]
-            tokens = x_TD.shape[0]
-        choices = (tokens, self.geometry.top_k) if kept_TK is None else kept_TK.shape
-        ids_TK = torch.full(choices, -1, dtype=torch.int64, device=x.device)
-        weights_TK = torch.zeros(ids_TK.shape, dtype=torch.float32, device=x.device)
         tell = self.herald if alone and self.herald is not None else self.dispatcher.check_in
-        tell(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK, kept_TK=kept_TK))
+        tell(*autograd.without_choices(x, self.geometry.top_k, kept_TK))
 
     def dispatch(
         self,

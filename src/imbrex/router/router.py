@@ -86,11 +86,19 @@ class Router(nn.Module):
         if self.e_score_correction_bias is not None:
             nn.init.zeros_(self.e_score_correction_bias)
 
-    def forward(self, x_TD: Tensor, *, num_sequences: int = 1, kept_TK: Tensor | None = None) -> Routing:
+    def forward(
+        self,
+        x_TD: Tensor,
+        *,
+        num_sequences: int = 1,
+        kept_TK: Tensor | None = None,
+        after: Tensor | None = None,
+    ) -> Routing:
         """Routing of the tokens [T, D]; collective over `batch` if there are losses or a capacity.
 
         num_sequences: how many sequences of equal length the tokens are, for the sequence-level loss.
         kept_TK: bool; keep exactly these choices, as recorded in a `Routing`, whatever the capacity says.
+        after: 0, of the operator that a compiled graph must run before any sum over ranks.
 
         Raises ValueError for shapes or dtypes that do not fit.
         """
@@ -104,6 +112,7 @@ class Router(nn.Module):
                 ids_TK = only(given_TK, ids_TK)
             else:
                 logits_TE = self.project(x_TD, self.weight, num_sequences)
+                logits_TE = logits_TE if after is None else logits_TE + after
                 ids_TK, weights_TK, losses = self._choose(logits_TE, num_sequences, given_TK)
         if self.gate.capacity is not None and (kept_TK is None or self.is_collective):
             # A rank that is given its choices comes to the sums all the same: others may not be.
