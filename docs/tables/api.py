@@ -20,6 +20,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "imbrex.codec": (),
     "imbrex.overlap": (),
     "imbrex.parallel.backward": (),
+    "imbrex.parallel.batches": (),
     "imbrex.parallel.checkpoint": (),
     "imbrex.placement": (),
     "imbrex.placement.sharding": (),

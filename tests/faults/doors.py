@@ -75,7 +75,9 @@ DOORS = [
         "a program whose layer holds its group is aborted at its end, on a busy machine",
         "@atexit.register\n",
         "",
-        ("ranks/test_rank_lost.py::test_the_end_of_a_program_that_has_a_layer_looks_at_threads",),
+        (
+            "ranks/test_rank_lost.py::test_the_end_of_a_program_that_has_a_layer_looks_at_threads_and_tells_others",
+        ),
     ),
     Fault(
         "deep-ep-own-rows-first",
@@ -116,5 +118,24 @@ DOORS = [
         "        if not (self.gate.is_collective and torch.compiler.is_compiling()):\n",
         "        if True:\n",
         ("ranks/test_compile.py::test_a_compiled_rank_beside_an_eager_one",),
+    ),
+    Fault(
+        "an-end-unsaid",
+        "runtime/waits.py",
+        "a program that ends with fewer batches than others says nothing to them",
+        "    tell_end()\n",
+        "",
+        (
+            "ranks/test_rank_lost.py"
+            "::test_the_end_of_a_program_that_has_a_layer_looks_at_threads_and_tells_others",
+        ),
+    ),
+    Fault(
+        "loops-end-apart",
+        "parallel/batches.py",
+        "a loop goes on with batches that another rank does not have",
+        "    return not short_ranks\n",
+        "    return not ended\n",
+        ("ranks/test_batches.py::test_loops_end_with_the_shortest_on_every_rank",),
     ),
 ]

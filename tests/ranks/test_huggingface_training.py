@@ -90,6 +90,19 @@ def read_again(ranks: Ranks, folder: str, args: Any, state: TrainerState) -> Non
         assert torch.equal(layer.experts.gate_up_proj, own)
     with pytest.raises(ValueError, match="went on from another checkpoint than"):
         ReplacedBlocks().on_train_begin(args, TrainerState(global_step=1), None, model=model)
+    refuse_uneven(ranks, args, model)
+
+
+def refuse_uneven(ranks: Ranks, args: Any, model: Any) -> None:
+    """A rank whose loader ends earlier is named on all, before the first step."""
+    said = "would make 6 steps with 12 batches on rank 0 and 5 steps with 10 batches on rank 1"
+    batches, state = [0] * (12 - 2 * ranks.rank), TrainerState(max_steps=6 - ranks.rank)
+    with pytest.raises(ValueError, match=said):
+        ReplacedBlocks().on_train_begin(args, state, None, model=model, train_dataloader=batches)
+    args.gradient_accumulation_steps = 2
+    with pytest.raises(ValueError, match="0 steps with 12 batches on rank 0 and 0 steps with 10 batches on"):
+        ReplacedBlocks().on_train_begin(args, TrainerState(), None, model=model, train_dataloader=batches)
+    args.gradient_accumulation_steps = 1
 
 
 def far_from_hand(folder: str, ids: torch.Tensor, steps: int) -> float:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 import imbrex
 from imbrex.placement import contiguous
-from imbrex.runtime import waits
+from imbrex.router.global_batch import GlobalBatch
+from imbrex.runtime import roll, waits
 from imbrex.transport.alltoall import FEW_BYTES, AllToAll
 from tests.ranks.pool import Pool, RankError, Ranks
 
@@ -137,7 +138,7 @@ def test_the_others_are_told(how: str, phase: str, few_bytes: int) -> None:
     try:
         why = "a rank died or left" if how == "dies" else "a rank was silent for 0.5 s"
         said = rf"waited long enough: rank 0 lost its peers in {phase} of layer 0: {why}; "
-        said += r"not heard of since: rank 1\n"
+        said += "not heard of since: rank 1" + (r"\n", "; a rank with fewer batches")[phase == "plan"]
         with pytest.raises(RankError, match=said):
             ranks.run(2, run_and_lose, how, phase, few_bytes)
     finally:
@@ -178,7 +179,8 @@ def test_no_thread_outlives_the_groups_that_were_left(tmp_path: Path) -> None:
 
 HELD = """
 import torch, torch.distributed as dist, imbrex
-from imbrex.runtime import waits
+from imbrex.router.global_batch import GlobalBatch
+from imbrex.runtime import roll, waits
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 held = dist.group.WORLD
 for _ in range(1000):
@@ -204,7 +206,67 @@ def test_the_end_waits_for_threads_that_wake(monkeypatch: pytest.MonkeyPatch) ->
     assert next(states) == "S 3"
 
 
-def test_the_end_of_a_program_that_has_a_layer_looks_at_threads() -> None:
-    code = "from imbrex import MoELayer; from imbrex.runtime import waits; waits._wakings = lambda: print(7)"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert told.stdout == "7\n", told.stderr
+def end_or_wait_elsewhere(ranks: Ranks, how: str) -> str:
+    """What rank 0 is told whose peer's program ends before its call, or which waits where its peer is not."""
+    transport = AllToAll(ranks.group)
+    exchange = imbrex.Exchange(contiguous(2, 2), 4, 1, group=ranks.group, transport=transport)
+    dist.barrier(ranks.group)
+    transport.timeout_s = 60.0 if how != "elsewhere" else TIMEOUT_S
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IMBREX_TIMEOUT_S", str(TIMEOUT_S))
+        if ranks.rank == 1 and how == "elsewhere":
+            with pytest.raises(imbrex.RankLostError) as caught:
+                GlobalBatch((ranks.group,)).sum(torch.ones(3))
+            return str(caught.value)
+        if ranks.rank == 1:
+            error = ValueError("no\nsuch batch") if how == "raises" else None
+            patch.setattr(sys, "last_value", error, raising=False)
+            roll.tell_end()
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            exchange.check_in(torch.ones(2, 4))
+        except imbrex.RankLostError as error:
+            if how != "elsewhere":
+                raise
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", ["raises", "ends"])
+def test_how_the_program_of_a_lost_rank_has_ended(how: str) -> None:
+    ranks = Pool(2, timeout_s=120.0, grace_s=10.0)
+    said = "rank 0 lost its peers in plan: a rank died or left; the program of rank 1 has ended "
+    said += r"with ValueError: no\n" if how == "raises" else "without an exception; a rank with fewer batches"
+    try:
+        with pytest.raises(RankError, match=said):
+            ranks.run(2, end_or_wait_elsewhere, how)
+    finally:
+        ranks.close()
+
+
+def test_ranks_that_wait_for_each_other_say_where() -> None:
+    ranks = Pool(2, timeout_s=120.0)
+    try:
+        here, there = ranks.run(2, end_or_wait_elsewhere, "elsewhere")
+    finally:
+        ranks.close()
+    assert "; ranks wait for each other, rank 1 in route: all must make the same calls" in here
+    assert "; ranks wait for each other, rank 0 in plan: all must make the same calls" in there
+
+
+ENDS = """
+import sys
+from imbrex import MoELayer
+from imbrex.runtime import roll, waits
+waits._wakings = lambda: print(7)
+class Group:
+    get_group_store = lambda self: self
+    set = lambda self, key, how: print(key, how)
+held = Group()
+roll._told[held] = 3
+"""
+
+
+def test_the_end_of_a_program_that_has_a_layer_looks_at_threads_and_tells_others() -> None:
+    told = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, cwd=ROOT)
+    assert told.stdout == "imbrex/ended/3 without an exception\n7\n", told.stderr

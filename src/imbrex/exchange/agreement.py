@@ -19,6 +19,7 @@ from torch import Tensor
 
 from imbrex.contracts import VERSION, Backend, Geometry, Routing
 from imbrex.exchange.plan import chosen_twice
+from imbrex.runtime.roll import UNEVEN
 from imbrex.runtime.waits import RankLostError
 from imbrex.runtime.words import words
 from imbrex.transport.collective import Collective
@@ -262,7 +263,9 @@ def raise_together(
         code = DTYPES.index(dtype) if dtype in DTYPES else -1
         flags_W = backend.exchange_counts(words(problem is not None, code))
     except RankLostError as error:
-        raise RankLostError(str(error).replace("in plan", f"in {what}")) from error
+        # Ranks meet here in the middle of a call: nobody has fewer of them.
+        text = str(error).removesuffix(UNEVEN).replace("in plan", f"in {what}")
+        raise RankLostError(text) from error
     wrong = flags_W[:, 0].nonzero().flatten()
     if not len(wrong):
         _refuse_several(what, flags_W[:, 1].tolist())

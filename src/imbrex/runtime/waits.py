@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from imbrex.runtime.deadlines import deadlines
+from imbrex.runtime.roll import call_roll, tell_end
 
 __all__ = ["all_gather_single", "finish", "run", "start"]
 """The names for adapters."""
@@ -104,7 +105,12 @@ def finish(
         else:
             place, captured = _place(what), torch.cuda.is_current_stream_capturing()
             bound = deadlines.bound_replays if captured else deadlines.bound
-            bound(work.wait, group, timeout_s, lambda: _silent(place, timeout_s, _missing(group, timeout_s)))
+            bound(
+                work.wait,
+                group,
+                timeout_s,
+                lambda: _silent(place, timeout_s, _missing(what, group, timeout_s)),
+            )
     except RuntimeError as error:
         raise _lost(what, timeout_s, error, group) from error
 
@@ -136,13 +142,15 @@ def leave() -> None:
 
 @atexit.register
 def rest() -> None:
-    """Wait, as Python ends, until gloo's threads have nothing left to do; at most `REST_S`.
+    """Tell other ranks, as Python ends, that it does, and wait until gloo's threads have nothing left to do;
+    at most `REST_S`.
 
     They live as long as something refers to their group: a layer does, also behind `destroy_process_group`.
     One that lets go of the last collective's tensors while Python ends takes the process with it ("terminate
     called without an active exception", one run in eight on a machine with more work than cores). A thread
     that works, or waits for Python's lock, goes to sleep and wakes again; one without work does not.
     """
+    tell_end()
     look_s, end, before = 4 * sys.getswitchinterval(), time.monotonic() + REST_S, {}
     while (now := _wakings()) and time.monotonic() < end:
         if now == before and all("S (sleeping)" in state for state in now.values()):
@@ -170,15 +178,13 @@ _BACKWARD = {"dispatch": ", sending rows to the experts", "combine": ", fetching
 
 MOVES = ("plan", "dispatch", "combine")
 """Phases of a call of one layer; the others are of a model."""
-ROLL_S = 1.0
-"""The longest that ranks wait for each other's word once they have lost somebody."""
 
 
 def _lost(
     what: str, timeout_s: float, error: RuntimeError, group: dist.ProcessGroup | None = None
 ) -> RankLostError:
     """The words of gloo or NCCL, addresses and lines of their sources, are the cause's."""
-    place, missing = _place(what), _missing(group, timeout_s)
+    place, missing = _place(what), _missing(what, group, timeout_s)
     text = str(error).lower()
     if any(word in text for word in ("timed out", "timeout", "time out")):
         return _silent(place, timeout_s, missing)
@@ -194,38 +200,19 @@ def _silent(place: str, timeout_s: float, missing: str) -> RankLostError:
 def _place(what: str) -> str:
     """Who is in which phase, in this thread."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    of = f" of layer {_Place.layer}" if what in MOVES and _Place.layer is not None else ""
+    of = _of_layer(what)
     if torch._C._current_graph_task_id() >= 0:
         # The same moves as in the forward, the other way round: their names would mislead.
         what = f"the backward pass{_BACKWARD.get(what, f', {what}')}"
     return f"rank {rank} lost its peers in {what}{of}"
 
 
-def _missing(group: dist.ProcessGroup | None, timeout_s: float) -> str:
-    """Words on the ranks of a group that do not say, by the store that all ranks share, that they too have
-    lost somebody: those that died, left or stand elsewhere."""
-    if group is None or not dist.is_initialized() or group.size() == 1:
-        return ""
-    try:
-        store = dist.distributed_c10d._get_default_store()  # pyright: ignore
-        mine, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
-        store.set(f"imbrex/lost/{mine}", str(time.time()))
-        silent, until = set(ranks) - {mine}, time.monotonic() + min(ROLL_S, timeout_s / 4)
-        while silent and time.monotonic() < until:
-            time.sleep(0.02)
-            silent = {r for r in silent if not _lost_lately(store, r, timeout_s)}
-    except (RuntimeError, ValueError):
-        return ""  # the store went with the rank that held it: nobody knows more
-    return f"; not heard of since: {_count(sorted(silent))}" if silent else ""
+def _of_layer(what: str) -> str:
+    return f" of layer {_Place.layer}" if what in MOVES and _Place.layer is not None else ""
 
 
-def _lost_lately(store: Any, rank: int, timeout_s: float) -> bool:
-    key = f"imbrex/lost/{rank}"
-    return store.check([key]) and time.time() - float(store.get(key)) < timeout_s + 2 * ROLL_S
-
-
-def _count(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+def _missing(what: str, group: dist.ProcessGroup | None, timeout_s: float) -> str:
+    return call_roll(group, what, f"{what}{_of_layer(what)}", timeout_s)
 
 
 class _Inherited:

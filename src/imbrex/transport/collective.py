@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imbrex.runtime import waits
+from imbrex.runtime import roll, waits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +33,8 @@ class Collective:
 
     def __init__(self, group: dist.ProcessGroup | None, *, timeout: float | None = None) -> None:
         self.group = group
+        if group is not None:
+            roll.will_tell(group)
         self.timeout_s = waits.timeout_seconds(timeout)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)

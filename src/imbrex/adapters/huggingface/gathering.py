@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from imbrex import MoELayer, RankLostError
 from imbrex.experts import Experts
 from imbrex.runtime import waits
 
+T = TypeVar("T")
 WRITING_S = 1800.0
 """How long ranks wait for one that writes a file; a disk is slower than a peer."""
 
@@ -52,6 +54,15 @@ class Team:
             raise problem
         if sentence is not None:
             raise (OSError if sentence[0] else ValueError)(f"{self.what}: {sentence[1]}")
+
+    def hear(self, value: T) -> dict[int, T]:
+        """`value` of every rank, by its number."""
+        heard = {dist.get_rank() if self.groups else 0: value}
+        for group in self.groups:
+            parts: list[dict[int, T]] = [{} for _ in range(group.size())]
+            dist.all_gather_object(parts, heard, group=group)
+            heard = {rank: value for part in parts for rank, value in part.items()}
+        return heard
 
     def _here(self) -> str:
         return f"on rank {dist.get_rank()}" if self.groups else "here"

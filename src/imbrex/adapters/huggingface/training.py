@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class ReplacedBlocks(TrainerCallback):
         self.own_save: Any = None
         self.sync: Any = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         blocks = replaced_blocks(model)
         if not blocks:
             raise ValueError("ReplacedBlocks: no replaced blocks in the model; call replace_blocks first")
@@ -46,6 +47,7 @@ class ReplacedBlocks(TrainerCallback):
                 "ReplacedBlocks: Trainer would write the optimizer's state of one rank's experts only; give "
                 "save_only_model=True or save_strategy='no', and to resume use imbrex.parallel.checkpoint"
             )
+        _refuse_uneven([layer for _, layer in blocks], args, state.max_steps, others.get("train_dataloader"))
         if state.global_step > 0:
             _load_experts(model, _resumed(args, state))
         # Trainer would clip before the gradients are all ranks', by the norm of one rank's experts.
@@ -78,6 +80,26 @@ class ReplacedBlocks(TrainerCallback):
         args.max_grad_norm = self.max_grad_norm
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             _load_experts(model, Path(state.best_model_checkpoint))
+
+
+def _refuse_uneven(layers: list[imbrex.MoELayer], args: Any, steps: int, loader: Any) -> None:
+    """Raise ValueError on every rank where Trainer would call the model more often on some than on others:
+    those would wait, in sums of Trainer's own, for one that has ended."""
+    team = Team(layers, "the start of a training")
+    team.meet()
+    times = [getattr(args, f"{what}_strategy", None) for what in ("eval", "save")]
+    epochs = "epoch" in [str(getattr(time, "value", time)) for time in times]
+    batches = len(loader) if isinstance(loader, Sized) else 0
+    heard = team.hear((steps, batches if epochs or args.gradient_accumulation_steps > 1 else 0, batches))
+    if len({numbers[:2] for numbers in heard.values()}) > 1:
+        first: dict[tuple[int, ...], int] = {}
+        for rank, numbers in sorted(heard.items()):
+            first.setdefault(numbers, rank)
+        each = " and ".join(f"{n} steps with {b} batches on rank {rank}" for (n, _, b), rank in first.items())
+        raise ValueError(
+            f"ReplacedBlocks: Trainer would make {each}; give every rank a loader of the same length: leave "
+            "get_train_dataloader to Trainer, which divides evenly, or use drop_last=True and equal shares"
+        )
 
 
 def _averages_dense(args: Any) -> bool:

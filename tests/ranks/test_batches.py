@@ -1,0 +1,74 @@
+"""Loops of ranks whose loaders end at different steps, or break, end on all of them together."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import imbrex
+from imbrex.parallel.batches import even
+from tests.ranks.pool import Pool, Ranks
+
+CONFIG = imbrex.MoEConfig(hidden_size=4, intermediate_size=4, num_experts=4, top_k=2)
+
+
+def loader(number: int, wrong: bool) -> Iterator[torch.Tensor]:
+    yield from (torch.full((2, 4), float(step)) for step in range(number))
+    if wrong:
+        raise OSError("no such shard")
+
+
+def run_uneven(ranks: Ranks, numbers: list[int], wrong_rank: int) -> tuple[int, list[str], str]:
+    """How many steps a rank makes, what it is warned of, and the error that ends its loop."""
+    layer, steps, said = imbrex.MoELayer(CONFIG, ranks.group), 0, ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            for x in even(loader(numbers[ranks.rank], ranks.rank == wrong_rank), ranks.group):
+                layer(x).sum().backward()
+                steps += 1
+        except (OSError, ValueError) as error:
+            said = f"{type(error).__name__}: {error}"
+    layer(torch.ones(1, 4))  # nobody is left behind
+    return steps, [str(warning.message) for warning in caught if "even" in str(warning.message)], said
+
+
+@pytest.mark.parametrize(
+    ("numbers", "who"), [([3, 2], "rank 1 had 2 batches"), ([0, 1], "rank 0 had 0"), ([2, 2], "")]
+)
+def test_loops_end_with_the_shortest_on_every_rank(pool: Pool, numbers: list[int], who: str) -> None:
+    for steps, warned, said in pool.run(2, run_uneven, numbers, -1):
+        assert (steps, said, len(warned)) == (min(numbers), "", bool(who))
+        assert not who or warned[0].startswith(f"even: {who}")
+        assert not who or "drop_last=True" in warned[0]
+
+
+def test_a_loader_that_raises_ends_every_loop(pool: Pool) -> None:
+    (steps, _, theirs), (_, _, own) = pool.run(2, run_uneven, [3, 2], 1)
+    assert steps == 2
+    assert own == "OSError: no such shard"
+    assert theirs == "ValueError: even: on rank 1, the loader raised OSError('no such shard')"
+
+
+def test_one_process_has_all_batches() -> None:
+    assert len(list(even(loader(3, wrong=False), None))) == 3
+
+
+def run_dry(ranks: Ranks, schedule: str) -> bool:
+    """A rank without batches goes on without tokens: whether all gradients are finite, and come."""
+    losses = imbrex.AuxLosses(load_balance=0.01, z=0.01)
+    layer = imbrex.MoELayer(CONFIG, ranks.group, losses=losses, schedule=schedule)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), layer)
+    x = torch.randn(5, 4)
+    loss = model(x).square().mean() if ranks.rank == 0 else model(x[:0]).sum()
+    (loss + imbrex.aux_loss(model)).backward()
+    imbrex.sync_gradients(model)
+    return all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("schedule", ["serial", "optsche-2"])
+def test_a_rank_may_go_on_without_tokens(pool: Pool, schedule: str) -> None:
+    assert all(pool.run(2, run_dry, schedule))
