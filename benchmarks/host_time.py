@@ -34,7 +34,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as listen
@@ -45,11 +44,14 @@ from imbrex.bench.results import check_results, describe_run, write_results
 from imbrex.bench.shapes import MODELS
 from imbrex.contracts import Dispatched
 from imbrex.exchange import agreement, recorded
+from imbrex.exchange import nvlink as exchange_room
 from imbrex.experts import experts as expert_room
 from imbrex.kernels import jit
+from imbrex.kernels.ffn import glue
 from imbrex.kernels.gate import choose
+from imbrex.kernels.gate import logits as gate_logits
 from imbrex.kernels.gemm import gemm
-from imbrex.router import node, router
+from imbrex.kernels.rows import weights
 from imbrex.transport.nvlink import Nvlink
 
 RESULTS = Path(__file__).parent / "results" / "host_time.json"
@@ -57,37 +59,25 @@ QUESTION = "How long does a layer over NVLink keep the host?"
 ONE_THREAD = "step, one thread"
 """A step whose backward runs in the caller's thread."""
 WARM = 20
-WIDTH, FEW = 128, 8
-"""Of the tokens, and of what logits are computed from: the CPU's own arithmetic is not the host's part."""
+WIDTH = 128
+"""The tokens' and the experts': little, since the CPU's own arithmetic is not the host's part."""
 
 
-class Idle:
-    """Stands in for `jit.Kernel`: a launch packs its arguments, as a real one does."""
+class Idle(jit.Kernel):
+    """A kernel that is launched as a real one is, but for the driver's call, which only counts."""
 
     launches = 0
-    device = -1
 
     def __init__(self, variant: jit.Variant, device: object) -> None:
-        self.variant = variant
+        self.variant, self.device = variant, -1
+        self._queues = {}
 
-    def launch(self, *, args: list[Any], **how: Any) -> None:
-        jit._pack(args)
-        Idle.launches += 1
+    def _make_queue(self, how: tuple[Any, ...], stream: int) -> Callable[[int, int], tuple[int]]:
+        def queue(pointers: int, extra: int) -> tuple[int]:
+            Idle.launches += 1
+            return (0,)
 
-    def prepare(self, *, args: list[Any], **how: Any) -> Idle:
-        return self
-
-    def blank(self, *, args: list[Any], words: list[tuple[int, int]], **how: Any) -> jit.Blank:
-        """A real one, which starts nothing."""
-        return jit.Blank(self, args, words, how)  # type: ignore[arg-type]
-
-    def queue_of(self, how: dict[str, Any]) -> None: ...
-
-    def start(self, queue: None, stream: int, args: int) -> None:
-        Idle.launches += 1
-
-    def __call__(self) -> None:
-        Idle.launches += 1
+        return queue
 
     def clusters(self, cluster: int, block: int, smem: int) -> int:
         return 132 // cluster
@@ -96,22 +86,15 @@ class Idle:
         return 1
 
 
-class Prepared(Idle):
-    """Stands in for `jit.Prepared`."""
-
-    def launch(self, **how: Any) -> None:
-        Idle.launches += 1
-
-
-PREPARED = Prepared(jit.Variant(source="", entry=""), None)
-
-
 class Ready(dict[Any, Any]):
     """Stands in for prepared launches: on a GPU memory comes back, so that a step finds those of the last."""
 
+    def __init__(self) -> None:
+        self.prepared = Idle(jit.Variant(source="", entry=""), None).prepare(args=(), grid=1, block=1)
+
     def get(self, key: Any, default: Any = None) -> Any:
         hash(key)
-        return PREPARED
+        return self.prepared
 
 
 class OnePiece:
@@ -156,35 +139,27 @@ def keep_memory() -> None:
 
 
 def idle() -> None:
-    """Let kernels do nothing, nor the products of a gate's gradients."""
-    Idle.prepare = lambda self, **how: Prepared(self.variant, None)  # type: ignore[method-assign]
+    """Let kernels do nothing, nor products of torch's, with tensors that say that they are a GPU's."""
+    torch.Tensor.is_cuda, torch.Tensor.is_cpu = True, False  # type: ignore[misc,assignment]
+    torch._C._cuda_getCurrentRawStream = lambda device: 0  # type: ignore[attr-defined]
+    torch.mm = lambda a, b, out_dtype=None: torch.empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype)
     jit.why_not_hopper = jit.why_not_portable = lambda device=None: None
+    for room in (choose, gate_logits):
+        vars(room).update(dict.fromkeys(("cached_why_not_hopper", "cached_why_not_portable"), _nothing))
     jit._load = lambda variant, device: Idle(variant, device)  # type: ignore[assignment]
     gemm.tensor_map = lambda *shape: jit.ByValue(bytes(128))  # type: ignore[assignment]
     gemm._launches = Ready()
     agreement.find_bad_value = lambda *given: (0, 0, 0, 0)  # on a GPU nobody looks at values
-    choose.why_not_fused = router.why_not_fused = lambda logits_TE, choice: None
     expert_room.pick_implementation = lambda *names: ("kernels", "on a GPU")
-    from imbrex.kernels.ffn import glue
-    from imbrex.kernels.rows import weights
-
     glue._blocks = lambda device: 1056  # type: ignore[assignment]
-    weights.spread = weights.run_spread
-    from imbrex.exchange import nvlink
-
-    nvlink.spread = weights.run_spread
-    recorded.on_gpu = lambda x_TD: True
+    weights.spread = exchange_room.spread = weights.run_spread
     # On a GPU memory comes back, where calls on record look for it.
     recorded.new_piece = functools.cache(lambda nbytes, device: torch.empty(nbytes, dtype=torch.uint8))
     gradient = functools.cache(torch.empty)
     recorded.new_gradient = lambda weight: gradient(weight.shape, dtype=weight.dtype).detach()
-    router.Router._is_one_node = lambda self, x_TD: torch.is_grad_enabled()
-    node.run_logits = lambda x_TD, weight_ED: _few_products(x_TD, weight_ED, 1)
-    node.logits_backward = lambda parts, x_TD, weight_ED, *needs: (
-        torch.empty_like(x_TD),
-        torch.empty_like(weight_ED),
-    )
-    torch._C._cuda_getCurrentRawStream = lambda device: 0  # type: ignore[attr-defined]
+
+
+def _nothing(device: int) -> None: ...
 
 
 def make_layer(model: str, tokens: int) -> MoELayer:
@@ -198,7 +173,6 @@ def make_layer(model: str, tokens: int) -> MoELayer:
     )
     layer.experts.__class__ = OnGpu
     layer.experts.implementation = "kernels"
-    layer.gate.project = _few_products  # type: ignore[method-assign]
     return layer
 
 
@@ -232,10 +206,6 @@ def time_deep_ep(model: str, tokens: int, repeats: int, lines: int) -> None:
     }
     for name, call in calls.items():
         report(name, call, repeats, lines)
-
-
-def _few_products(x_TD: Tensor, weight_ED: Tensor, num_sequences: int) -> Tensor:
-    return F.linear(x_TD[:, :FEW], weight_ED[:, :FEW]).float()
 
 
 def report(name: str, call: Callable[[], Any], repeats: int, lines: int) -> None:

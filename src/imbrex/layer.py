@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from types import NoneType
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from imbrex.router.losses import AuxLosses
 from imbrex.router.router import Router
 from imbrex.runtime.checks import expect, piece
 from imbrex.runtime.gradients import scale_gradient
+from imbrex.runtime.tracing import autocast_on
 from imbrex.runtime.words import words
 from imbrex.schedule.schedulers import Scheduler
 from imbrex.transport import Auto
@@ -180,26 +181,39 @@ class MoELayer(nn.Module):
 
         kept_TK: bool [T, K]; keep exactly these choices, as recorded in `routing.kept_TK`.
         """
-        observer, number = self.exchange.observer, self.exchange.layer
-        x = self._checked(x, kept_TK)
-        x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        with observer.span("route", layer=number):
-            num_sequences = max(x.shape[0], 1) if x.dim() == 3 else 1
-            after = self._check_in_traced(x_TD)
-            routing = self.gate(x_TD, num_sequences=num_sequences, kept_TK=kept_TK, after=after)
-        if observer.enabled and routing.kept_TK is not None:
-            observer.count("drops", (~routing.kept_TK).sum(), layer=number)
-        if observer.co_activation:
-            pairs_EE = plan.count_pairs(routing.ids_TK, self.config.num_experts)
-            observer.count("co_activation", pairs_EE, layer=number)
+        if autocast_on(x):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            self._check(x, kept_TK)
+        flat = x.dim() == 2
+        x_TD = x if flat else x.reshape(-1, x.shape[-1])
+        num_sequences = max(x.shape[0], 1) if x.dim() == 3 else 1
+        after = self._check_in_traced(x_TD) if compiling else None
+        route = self._observed if self.exchange.dispatcher.observer.enabled else self.gate
+        routing = route(x_TD, num_sequences=num_sequences, kept_TK=kept_TK, after=after)
         shared = None if self.shared_expert is None else lambda: self._shared(x_TD)
         if self.mean_over > 1 and torch.is_grad_enabled():
             output = self._run_for_mean(x_TD, routing, shared)
         else:
             output = self.strategy.run(x_TD, routing, self.exchange, self.experts, shared)
         # nn.Module.__setattr__ would look for parameters and buffers first, in ten calls.
-        object.__setattr__(self, "routing", routing.keep(output.kept_TK))
-        return output.y_TD if x.dim() == 2 else output.y_TD.view_as(x)
+        if output.kept_TK is not None:
+            routing = routing.keep(output.kept_TK)
+        object.__setattr__(self, "routing", routing)
+        return output.y_TD if flat else output.y_TD.view_as(x)
+
+    def _observed(self, x_TD: Tensor, **how: Any) -> Routing:
+        """The gate's routing, with a span, and counters of what it says."""
+        observer, number = self.exchange.observer, self.exchange.layer
+        with observer.span("route", layer=number):
+            routing: Routing = self.gate(x_TD, **how)
+        if routing.kept_TK is not None:
+            observer.count("drops", (~routing.kept_TK).sum(), layer=number)
+        if observer.co_activation:
+            pairs_EE = plan.count_pairs(routing.ids_TK, self.config.num_experts)
+            observer.count("co_activation", pairs_EE, layer=number)
+        return routing
 
     def _run_for_mean(self, x_TD: Tensor, routing: Routing, shared: Callable[[], Tensor] | None) -> Output:
         """Run the strategy so that gradients are divided by `mean_over` before the experts' backward and
@@ -346,15 +360,9 @@ class MoELayer(nn.Module):
 
         return rows
 
-    def _checked(self, x: Tensor, kept_TK: Tensor | None) -> Tensor:
-        """The input, cast under autocast. A wrong shape, dtype or mask on one rank is every rank's error.
-        With
-        a router that sums over the global batch all ranks check in first: the others would wait in its sums.
-        """
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        if torch.compiler.is_compiling():
-            return x
+    def _check(self, x: Tensor, kept_TK: Tensor | None) -> None:
+        """Raise ValueError on every rank if one has an input of a wrong shape, dtype or mask. With a router
+        that sums over the global batch all ranks check in first: the others would wait in its sums."""
         if self.routing is None:
             refuse_ddp(self.experts, self.ranks)
             refuse_sharded(self.experts, self.ranks)
@@ -381,12 +389,11 @@ class MoELayer(nn.Module):
             problem = error
         if together:
             raise_in_data_group(self.ranks.data_group, problem)
-        return x
 
     def _check_in_traced(self, x_TD: Tensor) -> Tensor | None:
-        """The check-in of `_checked` as an operator of a compiled graph, so that ranks that are not compiled
+        """The check-in of `_check` as an operator of a compiled graph, so that ranks that are not compiled
         meet it. Returns 0, which the gate adds to what it sums, or `None` where nobody checks in."""
-        if not (self.gate.is_collective and torch.compiler.is_compiling()):
+        if not self.gate.is_collective:
             return None
         return check_in_op(x_TD.detach(), self.exchange.dispatcher.key, self.ranks.data_group_name)
 

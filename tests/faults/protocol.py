@@ -205,8 +205,8 @@ PROTOCOL = [
         "a-backward-by-the-last-gradients",
         "exchange/recorded.py",
         "a backward from a record writes where the weights' gradients of another step were",
-        'kernels.next_buffer("pull"), *at\n        record, results',
-        'kernels.next_buffer("pull"), *at[:4]\n        record, results',
+        'kernels.next_buffer("pull", peek=True), *at\n        record, results',
+        'kernels.next_buffer("pull", peek=True), *at[:4]\n        record, results',
         ("ranks/test_recorded.py::test_gradients_have_the_bits_of_those_of_the_steps",),
     ),
     Fault(

@@ -291,7 +291,7 @@ def make_impatient(ranks: Ranks) -> tuple[imbrex.MoELayer, torch.optim.Optimizer
     layer = make_layer(replace(CASE, options={"transport": nvlink}), ranks.group)
     layer(tokens_of(CASE, ranks.rank).requires_grad_()).sum().backward()
     layer.zero_grad()
-    for kernels in nvlink._all():
+    for kernels in nvlink._held:
         kernels._status.timeout = 0.5
         kernels._groups.clear()  # which hold it, made once
     return layer, torch.optim.SGD(layer.parameters(), lr=0.1)

@@ -54,7 +54,7 @@ def close_one_by_one(ranks: Ranks) -> list[object]:
     transport = EmulatedNvlink.of(ranks.group, timeout=21.0)
     first, second = make_exchange(ranks, transport), make_exchange(ranks, transport)
     call(first)
-    kernels = next(iter(transport._all()))
+    kernels = next(iter(transport._held))
     first.close()
     first.close()
     open_still = works(second), kernels.heap.local.numel() > 0
@@ -104,7 +104,7 @@ def fail_and_go_on(ranks: Ranks) -> list[object]:
     transport = EmulatedNvlink.of(ranks.group, timeout=22.0)
     exchange, other = make_exchange(ranks, transport), make_exchange(ranks, transport)
     call(exchange)
-    kernels = next(iter(transport._all()))
+    kernels = next(iter(transport._held))
     if ranks.rank == 1:
         kernels._status.words_L8[0] = torch.tensor([1, 1, 0, 3, 5, 7, 0, 1])
     anew = EmulatedNvlink.of(ranks.group, timeout=22.0)

@@ -315,7 +315,7 @@ def test_one_node_has_the_bits_of_two(name: str, losses: AuxLosses, monkeypatch:
     ((their_weights_TK * d_TK).sum() + losses.total(theirs)).backward()
     assert logits_TE.grad is not None
     parts = torch.cat(split(logits_TE.grad), dim=1).bfloat16()
-    gradients = logits_backward(parts, x_TD, weight_ED, True, True, product)
+    gradients = logits_backward(parts, x_TD, weight_ED, (True, True), product)
     assert torch.equal(ids_TK, same_TK)
     assert torch.equal(weights_TK, their_weights_TK)
     assert found == theirs

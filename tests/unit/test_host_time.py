@@ -1,4 +1,5 @@
-"""The benchmark of the host's time: what its result file says, on a machine without a GPU."""
+"""The host's time, on a machine without a GPU: calls of a step over NVLink, counted with kernels that do
+nothing, and what the benchmark's result file says."""
 
 from __future__ import annotations
 
@@ -10,6 +11,56 @@ import torch
 from benchmarks import host_time
 
 from imbrex.bench.results import check_results
+from tests.ranks.forked import run_code
+
+COUNT = """
+import os, sys
+import torch
+import torch.distributed as dist
+from benchmarks import host_time
+from tests.way import files_of
+
+def nodes(root):
+    found, left = set(), [root]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            left += [of for of, _ in node.next_functions]
+    return len(found)
+
+store = f"file://{sys.argv[1]}/store"
+dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+host_time.idle()
+torch.autograd.set_multithreading_enabled(False)  # on the thread that is watched
+for tokens in (300, 16):
+    layer = host_time.make_layer("mixtral", tokens)
+    x = torch.randn(tokens, host_time.WIDTH, dtype=torch.bfloat16).requires_grad_()
+    forward, step = host_time.forward_and_step(layer, x, torch.randn_like(x))
+    for call in (forward, step):
+        call()
+        call()
+        host_time.Idle.launches = 0
+        print(len(files_of(call)), host_time.Idle.launches)
+    print(nodes(layer(x).grad_fn))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_a_step_from_a_record_makes_few_calls(tmp_path: Path) -> None:
+    """Calls of the package's functions by a forward and by a step, and launches; then autograd's nodes: the
+    gate, the rest of the layer and four leaves. Of 300 tokens, then of 16, both of whose products one launch
+    makes where no backward follows."""
+    said = run_code(COUNT, str(tmp_path), folder=tmp_path)
+    lines = [tuple(map(int, line.split())) for line in said.splitlines()[:6]]
+    for (forward, launches), (step, all_launches), (nodes,), least in (
+        (*lines[:3], 6),
+        (*lines[3:], 5),
+    ):
+        assert forward <= 92
+        assert step <= 134
+        assert (launches, all_launches, nodes) == (least, 15, 6)
 
 
 def test_rows_of_calls_make_a_result_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +41,7 @@ def make_kernel(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Kernel:
     kernel = Kernel.__new__(Kernel)
     kernel.device, kernel.variant = DEVICE, both_variant(weighted=False)
     kernel._queues = {}
-    monkeypatch.setattr(kernel, "_make_queue", lambda *how: driver.queue)
+    monkeypatch.setattr(kernel, "_make_queue", lambda how, stream: functools.partial(driver.queue, stream))
     return kernel
 
 

@@ -31,7 +31,7 @@ def test_gradients_are_those_of_float32_copies() -> None:
     x_TD, weight_ED = torch.randn(T, D).bfloat16(), torch.randn(E, D).bfloat16()
     d_logits_TE = torch.randn(T, E, dtype=torch.float32)
     parts = torch.cat(split(d_logits_TE), dim=1).bfloat16()
-    d_x_TD, d_weight_ED = logits_backward(parts, x_TD, weight_ED, True, True, _product)
+    d_x_TD, d_weight_ED = logits_backward(parts, x_TD, weight_ED, (True, True), _product)
     for found, left, right in (
         (d_x_TD, d_logits_TE, weight_ED),
         (d_weight_ED, d_logits_TE.t(), x_TD),
@@ -45,7 +45,7 @@ def test_gradients_are_those_of_float32_copies() -> None:
 def test_nothing_is_computed_that_nobody_needs() -> None:
     x_TD, weight_ED = torch.randn(T, D).bfloat16(), torch.randn(E, D).bfloat16()
     parts = torch.randn(T, 2 * E).bfloat16()
-    assert logits_backward(parts, x_TD, weight_ED, False, False) == (None, None)
+    assert logits_backward(parts, x_TD, weight_ED, (False, False)) == (None, None)
 
 
 @pytest.mark.skipif(not kernel.available(), reason="compiles the kernel with g++")

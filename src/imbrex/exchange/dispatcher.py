@@ -116,8 +116,10 @@ class DispatcherBase:
             return f"x has the shape {tuple(x.shape)}; give tokens [..., {width}]"
         if x.dtype not in DTYPES:
             return f"x is {x.dtype}; use float32, bfloat16, float16 or float64"
-        place = (self.place or x.device).type
-        return None if x.device.type == place else f"x is on {x.device}; this exchange takes it on {place}"
+        place, device = self.place, x.device
+        if place is None or device == place or device.type == place.type:
+            return None
+        return f"x is on {device}; this exchange takes it on {place.type}"
 
     def count_into(self, tally_WS: Tensor | None) -> None:
         raise ValueError(

@@ -40,7 +40,7 @@ from imbrex.contracts import (
     Wire,
 )
 from imbrex.exchange import plan
-from imbrex.exchange.agreement import explain, find_problem, raise_together
+from imbrex.exchange.agreement import debug_is_on, explain, find_problem, raise_together
 from imbrex.exchange.dispatcher import WiredDispatcher, nothing_to_move
 from imbrex.exchange.nvlink_fit import DTYPE, Part, is_coded, kernel_placement, row_capacity_for
 from imbrex.exchange.recorded import Recorder
@@ -94,7 +94,7 @@ class NvlinkDispatcher(WiredDispatcher):
     ) -> None:
         self.transport, self.wire, self.world_size = transport, wire, transport.world_size
         self.place = transport.device
-        self._writes_fp8 = is_coded(wire.dispatch)
+        self._writes_fp8, self._debug = is_coded(wire.dispatch), debug_is_on()
         self._tables: Tables | None = None
         self.tally_WS: Tensor | None = None
         self.sms = self.sms_home = transport.sms
@@ -170,12 +170,12 @@ class NvlinkDispatcher(WiredDispatcher):
         self.transport.check(synchronize=synchronize)
 
     def check_in(self, x_TD: Tensor, routing: Routing, *, before: int = 0) -> None:
-        self._meet(x_TD, routing)
+        self.meet(x_TD, routing)
 
     def agree(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Part]:
-        return [self._meet(x_TD, routing) for x_TD, routing in parts]
+        return [self.meet(x_TD, routing) for x_TD, routing in parts]
 
-    def _meet(self, x_TD: Tensor, routing: Routing) -> Part:
+    def meet(self, x_TD: Tensor, routing: Routing) -> Part:
         """Tell all ranks of this part and hear of theirs. ValueError on all where one's input is wrong."""
         problem = self._why_not_input(x_TD, routing)
         self.calls += 1
@@ -197,7 +197,7 @@ class NvlinkDispatcher(WiredDispatcher):
                 "placement"
             )
         largest, self.promised = max(values_W), min([value & 1 for value in values_W]) == 1
-        return Part(ids_TK=routing.ids_TK, max_tokens=largest >> 2, backward=bool(largest & 2))
+        return Part(routing.ids_TK, max_tokens=largest >> 2, backward=bool(largest & 2))
 
     def agree_on_rows(self, problem: str | None, dtype: torch.dtype) -> None:
         """Compare a word on the hosts' board; no GPU is asked. Rows have one dtype here."""
@@ -207,7 +207,7 @@ class NvlinkDispatcher(WiredDispatcher):
 
     def _why_not_input(self, x_TD: Tensor, routing: Routing) -> str | None:
         limit = self.transport.max_tokens
-        problem = find_problem(x_TD, routing, self.geometry, self.place)
+        problem = find_problem(x_TD, routing, self.geometry, self.place, self._debug)
         if problem[0]:
             return explain(problem)
         if x_TD.dtype != DTYPE:

@@ -44,11 +44,12 @@ from imbrex.kernels.ffn.glue import Groups
 from imbrex.kernels.ffn.widths import fits
 from imbrex.kernels.gemm.gemm import check_products
 from imbrex.kernels.gemm.portable import is_portable
+from imbrex.kernels.jit import launch_all
 from imbrex.kernels.records import Noted, recording
 from imbrex.kernels.routing.routed import Routed, Sizes
 from imbrex.kernels.rows.weights import run_spread
 from imbrex.runtime.deferred import recording as recording_gradients
-from imbrex.runtime.tracing import differentiated, once_differentiable, traced
+from imbrex.runtime.tracing import Node, differentiated, once_differentiable, seen, traced
 from imbrex.transport.nvlink import Nvlink, Sms
 
 MOST_BYTES = 512 << 20
@@ -80,7 +81,7 @@ class KernelDispatcher(Dispatcher, Protocol):
     @property
     def choosing(self) -> Choosing: ...
 
-    def agree(self, parts: Sequence[tuple[Tensor, Routing]]) -> Sequence[Part]: ...
+    def meet(self, x_TD: Tensor, routing: Routing) -> Part: ...
 
     def counts_first(self, part: Part, worst: int) -> bool: ...
 
@@ -99,13 +100,13 @@ class Record(NamedTuple):
     last: Any
 
 
-class Inputs(NamedTuple):
-    """The tensors of a call. added_TD: what is added to the sums, or `None`."""
+class Past(NamedTuple):
+    """A forward, as its backward needs it besides tensors. key: the dispatcher's. shape: T and K."""
 
-    ids_TK: Tensor
-    weights_TK: Tensor
-    x_TD: Tensor
-    added_TD: Tensor | None
+    memory: Memory
+    size: Any
+    key: int
+    shape: torch.Size
 
 
 class Call(NamedTuple):
@@ -148,12 +149,15 @@ class Recorder:
         self._memories: dict[Any, Memory] = {}
         self._scratches: dict[Any, Scratch] = {}
         self._records: dict[Any, Record] = {}
+        self._served: torch.Size | None = None
+        """The sizes of experts' weights for which the dispatcher launches the same kernels every time."""
 
     def forget(self) -> None:
         """Drop all records: experts have moved, or choices are counted from now on."""
         self._memories.clear()
         self._scratches.clear()
         self._records.clear()
+        self._served = None
 
     def run(
         self, x_TD: Tensor, routing: Routing, experts: Any, addend: Callable[[], Tensor] | None = None
@@ -161,19 +165,20 @@ class Recorder:
         """Run the whole call: y_TD, or `None` if the caller is to take its steps one by one, of which no rank
         has heard yet. addend: computes what is added to the output. It runs before the dispatch, and of the
         calls that return `None` in those alone whose addend cannot be added to tokens."""
-        if not self._serves(x_TD, routing, experts):
+        weights = self._weights_of(x_TD, routing, experts)
+        if weights is None:
             return None
-        dispatcher, weights = self.dispatcher, (experts.gate_up_proj, experts.down_proj)
-        leaves = x_TD, routing.weights_TK, *weights
+        dispatcher, leaves = self.dispatcher, (x_TD, routing.weights_TK, *weights)
         keep = differentiated(*leaves)
         if keep and (experts.gradient_sums is not None or recording_gradients(weights[0])):
             return None
         added_TD = None if addend is None else addend()
-        if added_TD is not None and not _can_be_added(added_TD, x_TD):
-            return None
-        keep = keep or differentiated(added_TD)
+        if added_TD is not None:
+            if not _can_be_added(added_TD, x_TD):
+                return None
+            keep = keep or differentiated(added_TD)
         dispatcher.promise = True
-        (part,) = dispatcher.agree([(x_TD, routing)])
+        part = dispatcher.meet(x_TD, routing)
         kernels = dispatcher.kernels_for(part)
         one_launch = experts.one_launch
         size = kernels.serial, part.max_tokens, part.backward, keep, weights[1].shape, one_launch
@@ -187,52 +192,66 @@ class Recorder:
         if keep:
             y_TD: Any = _Whole.apply(*leaves, added_TD, (self, call, routing.ids_TK))
             return y_TD
-        return self.launch(call, Inputs(routing.ids_TK, routing.weights_TK, x_TD, added_TD), weights)[0]
+        return self.launch(call, (x_TD, routing.ids_TK, routing.weights_TK), weights, added_TD)[0]
 
     def launch(
-        self, call: Call, inputs: Inputs, weights: tuple[Tensor, Tensor]
+        self,
+        call: Call,
+        tokens: tuple[Tensor, Tensor, Tensor],
+        weights: tuple[Tensor, Tensor],
+        added_TD: Tensor | None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Launch the kernels of a call, from a record if there is one: y_TD, and the pieces of memory."""
-        kernels, x_TD, added_TD = call.kernels, inputs.x_TD, inputs.added_TD
+        """Launch the kernels of a call, from a record if there is one: y_TD, and the pieces of memory.
+        tokens: they, their ids and their weights. weights: the experts'. added_TD: what is added to the sums,
+        or `None`."""
+        kernels, (x_TD, ids_TK, weights_TK) = call.kernels, tokens
         pieces = [new_piece(nbytes, x_TD.device) for nbytes in call.memory.nbytes]
         y_TD = torch.empty_like(x_TD)
-        buffer = 0 if call.part.is_small else kernels.next_buffer("pull")
-        at = *(piece.data_ptr() for piece in pieces), *(weight.data_ptr() for weight in weights)
-        key = call.size, len(x_TD), buffer, added_TD is not None, at
+        buffer = 0 if call.part.is_small else kernels.next_buffer("pull", peek=True)
+        at = [tensor.data_ptr() for tensor in (*pieces, *weights)]
+        key = call.size, x_TD.shape[0], buffer, added_TD is not None, *at
         record = self._records.get(key)
         if record is None:
-            self._launch_recording(key, call, pieces, inputs, weights, y_TD)
+            self._launch_recording(key, call, pieces, tokens, weights, added_TD, y_TD)
         else:
-            kernels.launch_again(record.first, record.kinds, *[tensor.data_ptr() for tensor in inputs[:3]])
-            for launch in record.between:
-                launch.launch()
+            begins = ids_TK.data_ptr(), weights_TK.data_ptr(), x_TD.data_ptr()
+            kernels.launch_again(record.first, record.kinds, *begins)
+            launch_all(record.between)
             check_products(x_TD.get_device())
-            self._agree_on_rows()
+            if not self.dispatcher.promised:
+                self._agree_on_rows()
             ends = (y_TD,) if added_TD is None else (y_TD, added_TD)
             kernels.launch_again(record.last, ("combine",), *[tensor.data_ptr() for tensor in ends])
         return y_TD, pieces
 
-    def _serves(self, x_TD: Tensor, routing: Routing, experts: Any) -> bool:
-        """Whether a call like this launches the same kernels every time."""
+    def _weights_of(self, x_TD: Tensor, routing: Routing, experts: Any) -> tuple[Tensor, Tensor] | None:
+        """The experts' weights, or `None` if not every call like this launches the same kernels."""
         dispatcher, ids_TK, weights_TK = self.dispatcher, routing.ids_TK, routing.weights_TK
-        if torch.compiler.is_compiling():
-            return False
-        if not on_gpu(x_TD) or not surely_fit(experts) or experts.implementation != "kernels":
-            return False
-        if not experts.inputs_unchanged:
-            return False
+        if torch.compiler.is_compiling() or not on_gpu(x_TD) or not surely_fit(experts):
+            return None
+        if experts.implementation != "kernels" or not experts.inputs_unchanged:
+            return None
         gate_up, down = experts.gate_up_proj, experts.down_proj
-        if traced(x_TD, ids_TK, weights_TK, gate_up, down):
+        if seen(x_TD, ids_TK, weights_TK, gate_up, down):
+            return None
+        if dispatcher.observer.enabled or dispatcher.transport.capturing:
+            return None
+        if down.shape != self._served and not self._serves(down.shape):
+            return None
+        if not x_TD.dtype == gate_up.dtype == down.dtype == DTYPE or x_TD.dim() != 2 or not x_TD.shape[0]:
+            return None
+        contiguous = x_TD.is_contiguous() and ids_TK.is_contiguous() and weights_TK.is_contiguous()
+        return (gate_up, down) if contiguous and gate_up.is_contiguous() and down.is_contiguous() else None
+
+    def _serves(self, shape: torch.Size) -> bool:
+        """Whether rows cross as they are, to slots that kernels choose, and kernels take weights of `shape`
+        as they are."""
+        dispatcher, (slots, width, inner) = self.dispatcher, shape
+        coded = is_coded(dispatcher.wire.dispatch) or is_coded(dispatcher.wire.combine)
+        if coded or dispatcher.placed.by_slot or not slots or not fits(width, inner):
             return False
-        if dispatcher.observer.enabled or dispatcher.placed.by_slot or dispatcher.transport.capturing:
-            return False
-        if is_coded(dispatcher.wire.dispatch) or is_coded(dispatcher.wire.combine):
-            return False
-        if not x_TD.dtype == gate_up.dtype == down.dtype == DTYPE or x_TD.dim() != 2 or not len(x_TD):
-            return False
-        if not (x_TD.is_contiguous() and ids_TK.is_contiguous() and weights_TK.is_contiguous()):
-            return False
-        return gate_up.is_contiguous() and down.is_contiguous() and fits(*down.shape[1:]) and len(down) > 0
+        self._served = shape
+        return True
 
     def _plan(
         self, kernels: NvlinkExchange, part: Part, weights: Sequence[Tensor], keep: bool
@@ -281,16 +300,17 @@ class Recorder:
         key: Any,
         call: Call,
         pieces: Sequence[Tensor],
-        inputs: Inputs,
+        tokens: tuple[Tensor, Tensor, Tensor],
         weights: tuple[Tensor, Tensor],
+        added_TD: Tensor | None,
         y_TD: Tensor,
     ) -> None:
         """Launch the kernels of a call in the usual way, and keep the record."""
-        (kernels, part, memory, *_), (ids_TK, weights_TK, x_TD, added_TD) = call, inputs
+        kernels, part, memory, *_ = call
         sms, choosing, load = self.dispatcher.sms, self.dispatcher.choosing, self.dispatcher.transport.load
         words, rows_RD, *groups, gate_up_RG, act_RF, out_RD = (place.of(pieces) for place in memory[:9])
         routed = Routed.of_words(words, _sizes(kernels.shape))
-        row_groups, tokens = RowGroups(*groups), (x_TD, ids_TK, weights_TK)
+        row_groups = RowGroups(*groups)
         with recording() as tape:
             if part.is_small:
                 to = {"groups": row_groups, "memory": (rows_RD[None], routed)}
@@ -328,17 +348,16 @@ class Recorder:
 
     def launch_back(
         self,
-        memory: Memory,
-        size: Any,
+        past: Past,
         saved: Sequence[Tensor],
         d_y_TD: Tensor,
         needs: tuple[bool, bool, bool, bool],
-        choices: int,
     ) -> list[Tensor | None] | None:
         """Launch the kernels of a backward: gradients of tokens, of their choices' weights, of gate_up and of
         down, each `None` if not needed. `None` in place of all if the caller is to take the steps. saved: the
         piece of memory that the forward kept, and both weights."""
-        dispatcher, (piece, *weights) = self.dispatcher, saved
+        (memory, size, _, (_, choices)), (piece, *weights) = past, saved
+        dispatcher = self.dispatcher
         if dispatcher.observer.enabled or dispatcher.transport.capturing:
             return None
         scratch = self._scratches.get(size)
@@ -348,12 +367,12 @@ class Recorder:
                 return None
             self._scratches[size] = scratch
         kernels, d_y_TD = dispatcher.kernels_of(memory.tokens), d_y_TD.contiguous()
-        between, home = new_piece(scratch.nbytes, piece.device), needs[0] or needs[1]
+        tokens, between, home = d_y_TD.shape[0], new_piece(scratch.nbytes, piece.device), needs[0] or needs[1]
         d_x_TD = torch.empty_like(d_y_TD) if home else None
-        d_weights_TK = d_y_TD.new_empty((len(d_y_TD), choices), dtype=torch.float32) if home else None
+        d_weights_TK = d_y_TD.new_empty((tokens, choices), dtype=torch.float32) if home else None
         gradients = [new_gradient(w) if need else None for w, need in zip(weights, needs[2:], strict=True)]
         at = [0 if t is None else t.data_ptr() for t in (piece, between, *weights, *gradients)]
-        key = size, kernels.serial, needs, len(d_y_TD), kernels.next_buffer("pull"), *at
+        key = size, kernels.serial, needs, tokens, kernels.next_buffer("pull", peek=True), *at
         record, results = self._records.get(key), (d_x_TD, d_weights_TK)
         if record is None:
             self._launch_back_recording(
@@ -361,13 +380,11 @@ class Recorder:
             )
         else:
             kernels.launch_again(record.first, record.kinds, d_y_TD.data_ptr())
-            for launch in record.between:
-                launch.launch()
+            launch_all(record.between)
             check_products(d_y_TD.get_device())
             if d_x_TD is not None and d_weights_TK is not None:
                 kernels.launch_again(record.last, ("combine",), d_x_TD.data_ptr(), d_weights_TK.data_ptr())
-        results = d_x_TD if needs[0] else None, d_weights_TK if needs[1] else None
-        return [*results, *gradients]
+        return [d_x_TD if needs[0] else None, d_weights_TK if needs[1] else None, *gradients]
 
     def _plan_back(self, memory: Memory, down_eDF: Tensor) -> Scratch | None:
         """The memory of a backward. `None` if rows cross in fp8, if products are the portable ones, which no
@@ -410,17 +427,16 @@ class Recorder:
         self._keep(key, first.again(BLANKS_BACK[lay.Pull]), ("pull",), between, last)
 
 
-class _Whole(torch.autograd.Function):
+class _Whole(Node):
     """A recorded call as one node of autograd."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         x_TD, weights_TK, gate_up_eGD, down_eDF, added_TD, (recorder, call, ids_TK) = inputs
         weights = gate_up_eGD, down_eDF
-        y_TD, pieces = recorder.launch(call, Inputs(ids_TK, weights_TK, x_TD, added_TD), weights)
+        y_TD, pieces = recorder.launch(call, (x_TD, ids_TK, weights_TK), weights, added_TD)
         ctx.save_for_backward(pieces[0], *weights)
-        ctx.memory, ctx.size = call.memory, call.size
-        ctx.key, ctx.shape = recorder.dispatcher.key, weights_TK.shape
+        ctx.past = Past(call.memory, call.size, recorder.dispatcher.key, weights_TK.shape)
         ctx.consumed = False
         ctx.set_materialize_grads(False)
         return y_TD
@@ -434,9 +450,10 @@ class _Whole(torch.autograd.Function):
         d_added_TD = d_y_TD if ctx.needs_input_grad[4] else None
         saved_tensors, as_operators = ctx.saved_tensors, traced(d_y_TD)
         if not (ctx.consumed or as_operators):
-            dispatcher: Any = autograd.dispatcher_by(ctx.key)
-            call = ctx.memory, ctx.size, saved_tensors, d_y_TD, ctx.needs_input_grad[:4], ctx.shape[1]
-            results = dispatcher.recorder.launch_back(*call)
+            dispatcher: Any = autograd.dispatcher_by(ctx.past.key)
+            results = dispatcher.recorder.launch_back(
+                ctx.past, saved_tensors, d_y_TD, ctx.needs_input_grad[:4]
+            )
             if results is not None:
                 ctx.consumed = True
                 return *results, d_added_TD, None
@@ -448,14 +465,14 @@ def _backward_by_steps(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of tokens, of their choices' weights, of gate_up and of down, each `None` if not needed.
     saved_tensors: the piece of memory that the forward kept, and both weights."""
-    piece, gate_up_eGD, down_eDF = saved_tensors
-    words, rows_RD, weights_R, plan, gate_up_RG = parts_of(ctx.memory, piece)
+    past, (piece, gate_up_eGD, down_eDF) = ctx.past, saved_tensors
+    words, rows_RD, weights_R, plan, gate_up_RG = parts_of(past.memory, piece)
     if ctx.consumed:  # by a backward that retained the graph: computed again, the same bits
         gate_up_RG = gate_up_RG[:0]
     ctx.consumed = ctx.consumed or not as_operators
     x, choices, gate_up, down, *_ = ctx.needs_input_grad
     run: Any = autograd.combine_backward_op if as_operators else autograd.run_combine_backward
-    d_out_RD, _ = run(d_y_TD, None, weights_R, [words], ctx.key)
+    d_out_RD, _ = run(d_y_TD, None, weights_R, [words], past.key)
     saved = Saved(rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG)
     results = ffn_backward(d_out_RD, saved, (x or choices, gate_up, down), as_operators=as_operators)
     d_rows_RD, d_gate_up, d_down, d_weights_R = results
@@ -463,7 +480,7 @@ def _backward_by_steps(
     if not (x or choices):
         return None, None, d_gate_up, d_down
     run = autograd.dispatch_backward_op if as_operators else autograd.run_dispatch_backward
-    d_x_TD, d_weights_TK = run(d_rows_RD, d_weights_R, [words], *ctx.shape, ctx.key)
+    d_x_TD, d_weights_TK = run(d_rows_RD, d_weights_R, [words], *past.shape, past.key)
     return d_x_TD if x else None, d_weights_TK if choices else None, d_gate_up, d_down
 
 

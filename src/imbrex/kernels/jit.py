@@ -24,6 +24,7 @@ import json
 import os
 import re
 import tempfile
+import threading
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -297,6 +298,20 @@ def cuda_ok(result: tuple[Any, ...], doing: str) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
+class Queues(dict[int, Callable[[int, int], Any]]):
+    """The driver's calls of launches of one shape, by raw stream, since another thread may launch on another.
+    A call takes the address of the arguments' addresses, and 0."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[[int], Callable[[int, int], Any]]) -> None:
+        self._make = make
+
+    def __missing__(self, stream: int) -> Callable[[int, int], Any]:
+        queue = self[stream] = self._make(stream)
+        return queue
+
+
 class Kernel:
     """A loaded kernel of one device; get it from `load`, before anything spins."""
 
@@ -304,7 +319,7 @@ class Kernel:
         driver = cuda_binding("driver")
         self.variant = variant
         self.device = device
-        self._queues: dict[tuple[Any, ...], Callable[[int, int, int], Any]] = {}
+        self._queues: dict[tuple[Any, ...], Queues] = {}
         compiled = compile_variant(variant)
         self.resources = compiled.resources
         self._library = cuda_ok(
@@ -345,60 +360,46 @@ class Kernel:
             handle = torch._C._cuda_getCurrentRawStream(self.device)
         else:
             handle = stream if isinstance(stream, int) else stream.cuda_stream
-        queue = self.queue_for(grid, block, smem, cluster, cooperative, dependent)
-        self.start(queue, handle, ctypes.addressof(pointers))
+        queues = self.queue_for(grid, block, smem, cluster, cooperative, dependent)
+        self.start(queues, handle, ctypes.addressof(pointers))
         del values
 
-    def queue_for(self, *how: Any) -> Callable[[int, int, int], Any]:
-        """The driver's call of launches with such a grid, block, bytes of shared memory, cluster, and whether
-        cooperative and dependent; it still wants the stream, the address of the arguments' addresses and 0.
-        Made once: its other arguments cost the host more than the call."""
-        queue = self._queues.get(how)
-        if queue is None:
-            queue = self._queues[how] = self._make_queue(*how)
-        return queue
+    def queue_for(self, *how: Any) -> Queues:
+        """The driver's calls of launches with such a grid, block, bytes of shared memory, cluster, and
+        whether cooperative and dependent. Made once: their other arguments cost the host more than the call.
+        """
+        queues = self._queues.get(how)
+        if queues is None:
+            queues = self._queues[how] = Queues(partial(self._make_queue, how))
+        return queues
 
-    def _make_queue(
-        self,
-        grid: int | tuple[int, int, int],
-        block: int,
-        smem: int,
-        cluster: int,
-        cooperative: bool,
-        dependent: bool,
-    ) -> Callable[[int, int, int], Any]:
+    def _make_queue(self, how: tuple[Any, ...], stream: int) -> Callable[[int, int], Any]:
+        grid, block, smem, cluster, cooperative, dependent = how
         driver, sizes = cuda_binding("driver"), (grid, 1, 1) if isinstance(grid, int) else grid
         # Code for older GPUs does not wait for the kernel before it (`ptx::wait_for_launches`).
         dependent = dependent and capability_of(self.variant.arch) >= DEPENDENT_CAPABILITY
         extras = attributes(driver, cluster, cooperative, dependent)
         if not extras:  # the plain call costs the host half as much
-            return partial(driver.cuLaunchKernel, self._function, *sizes, block, 1, 1, smem)
-        configurations: dict[int, Any] = {}  # one a stream: another thread may launch on another
+            return partial(driver.cuLaunchKernel, self._function, *sizes, block, 1, 1, smem, stream)
+        config = configuration(driver, sizes, block, smem, stream, extras)
+        return partial(driver.cuLaunchKernelEx, config, self._function)
 
-        def queue(stream: int, pointers: int, extra: int) -> Any:
-            config = configurations.get(stream)
-            if config is None:
-                config = configurations[stream] = configuration(driver, sizes, block, smem, stream, extras)
-            return driver.cuLaunchKernelEx(config, self._function, pointers, extra)
-
-        return queue
-
-    def start(self, queue: Callable[[int, int, int], Any], stream: int, args: int) -> None:
+    def start(self, queues: Queues, stream: int, args: int) -> None:
         """A launch by what `queue_for` gives, on a raw stream; args: the address of the arguments'
         addresses."""
-        code = queue(stream, args, 0)[0]
+        code = queues[stream](args, 0)[0]
         if int(code) != 0:
-            self._start_again(code, queue, stream, args)
+            self._start_again(code, queues, stream, args)
         _latest[self.device, stream] = self.variant
 
-    def _start_again(self, code: Any, queue: Callable[[int, int, int], Any], stream: int, args: int) -> None:
+    def _start_again(self, code: Any, queues: Queues, stream: int, args: int) -> None:
         """Queue it once more if the driver said `code` because this thread is new to CUDA; else
         KernelError."""
         if code == cuda_binding("driver").CUresult.CUDA_ERROR_INVALID_CONTEXT:
             enter_context(self.device)
-            code = queue(stream, args, 0)[0]
+            code = queues[stream](args, 0)[0]
         if int(code) != 0:
-            how = next(how for how, queued in self._queues.items() if queued is queue)
+            how = next(how for how, known in self._queues.items() if known is queues)
             shape = f"grid {how[0]}, block {how[1]}, {how[2]} bytes of shared memory"
             raise KernelError(f"CUDA said {code.name} while launching {self.variant} ({shape})")
 
@@ -423,7 +424,7 @@ class Kernel:
         """A prepared launch with `words` to be filled in every time."""
         return Blank(self, args, words, how)
 
-    def queue_of(self, how: dict[str, Any]) -> Callable[[int, int, int], Any]:
+    def queues_of(self, how: dict[str, Any]) -> Queues:
         """`queue_for` what `prepare` takes."""
         shape = how["grid"], how["block"], how.get("smem", 0), how.get("cluster", 1), False
         return self.queue_for(*shape, how.get("dependent", False))
@@ -435,28 +436,36 @@ class Prepared:
     Holds addresses, no tensors: the caller knows that they are still the right ones.
     """
 
-    __slots__ = ("_kernel", "_memory", "_pointers", "_queue")
+    __slots__ = ("_kernel", "_memory", "_pointers", "_queues")
 
     def __init__(self, kernel: Kernel, args: Sequence[Any], how: dict[str, Any]) -> None:
         values, pointers = _pack(args)
         self._memory = values, pointers, [arg for arg in args if not isinstance(arg, torch.Tensor)]
         self._kernel, self._pointers = kernel, ctypes.addressof(pointers)
-        self._queue = kernel.queue_of(how)
+        self._queues = kernel.queues_of(how)
 
     def launch(self) -> None:
         kernel = self._kernel
-        kernel.start(self._queue, torch._C._cuda_getCurrentRawStream(kernel.device), self._pointers)
+        kernel.start(self._queues, torch._C._cuda_getCurrentRawStream(kernel.device), self._pointers)
+
+
+def launch_all(launches: Sequence[Prepared]) -> None:
+    """Make prepared launches of one device on its current stream, which is looked up once."""
+    if launches:
+        stream = torch._C._cuda_getCurrentRawStream(launches[0]._kernel.device)
+        for launch in launches:
+            launch._kernel.start(launch._queues, stream, launch._pointers)
 
 
 class Blank:
-    """A launch of which some words are filled in at every call, in a copy of the structs that they stand in:
-    threads do not write into each other's. Other arguments stay where they are, and may change there.
+    """A launch of which some words are filled in at every call, in a copy of the structs that they stand in;
+    each thread has its own. Other arguments stay where they are, and may change there.
 
     words: the number of an argument, a struct, and of its words of eight bytes. As `Prepared` it holds no
     tensors.
     """
 
-    __slots__ = ("_kernel", "_memory", "_places", "_pointers", "_queue", "_structs", "_words")
+    __slots__ = ("_copies", "_kernel", "_memory", "_places", "_pointers", "_queues", "_structs", "_words")
 
     def __init__(
         self, kernel: Kernel, args: Sequence[Any], words: Sequence[tuple[int, int]], how: dict[str, Any]
@@ -471,17 +480,32 @@ class Blank:
         self._words.extend(pointers)
         self._structs = [(self._pointers + number, 8 * at) for number, at in first.items()]
         self._memory = values, [arg for arg in args if not isinstance(arg, torch.Tensor)]
-        self._kernel, self._queue = kernel, kernel.queue_of(how)
+        self._kernel, self._queues = kernel, kernel.queues_of(how)
+        self._copies: dict[int, tuple[array[int], int]] = {}
 
     def launch(self, *addresses: int) -> None:
-        words, kernel = self._words[:], self._kernel
-        at = words.buffer_info()[0]
+        words, pointers = self._copies.get(threading.get_ident()) or self._copy()
         for place, address in zip(self._places, addresses, strict=True):
             words[place] = address
+        kernel = self._kernel
+        kernel.start(self._queues, torch._C._cuda_getCurrentRawStream(kernel.device), pointers)
+
+    def _copy(self) -> tuple[array[int], int]:
+        """This thread's words, and the address of their arguments' addresses; the driver reads both before a
+        launch returns."""
+        words = self._words[:]
+        at = words.buffer_info()[0]
         for place, offset in self._structs:
             words[place] = at + offset
-        stream = torch._C._cuda_getCurrentRawStream(kernel.device)
-        kernel.start(self._queue, stream, at + 8 * self._pointers)
+        copy = self._copies[threading.get_ident()] = words, at + 8 * self._pointers
+        return copy
+
+
+def addressed(kernel: Kernel, args: Sequence[Any], **how: Any) -> Blank:
+    """A prepared launch whose arguments `...` are addresses that every call gives, in their order."""
+    whole = [ctypes.c_uint64() if arg is ... else arg for arg in args]
+    words = [(number, 0) for number, arg in enumerate(args) if arg is ...]
+    return kernel.blank(args=whole, words=words, **how)
 
 
 _latest: dict[tuple[int, int], Variant] = {}

@@ -6,6 +6,7 @@ node sums the losses' terms over the ranks of the batch, so that every rank has 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -39,7 +40,7 @@ def choose_by_kernels(
     logits_TE: Tensor,
     bias_E: Tensor | None,
     choice: Choice,
-    names: Sequence[str],
+    names: tuple[str, ...],
     num_sequences: int,
     batch: GlobalBatch,
     kept_TK: Tensor | None = None,
@@ -48,24 +49,34 @@ def choose_by_kernels(
     `names`, as `auxiliary_losses` defines them; differentiable in the logits once. bias_E: float32 [E], added
     to scores for the selection only. kept_TK: bool; the ids of the others are -1. Collective over `batch`
     where there are names."""
-    flags = [name in names for name in NAMES]
     if kept_TK is not None and not names and not (traced(logits_TE) or differentiated(logits_TE)):
         return *kernels.run_choose(logits_TE.contiguous(), bias_E, choice, kept_TK), {}
     if traced(logits_TE):
+        flags = [name in names for name in NAMES]
         how = *_flat(choice), flags, batch.names, batch.sizes
         ids_TK, weights_TK, *_, a, b, c = torch.ops.imbrex_gate_v1.choose(
             logits_TE, bias_E, num_sequences, *how
         )
         losses = [loss for loss, want in zip((a, b, c), flags, strict=True) if want]
     else:
-        sequences = num_sequences if logits_TE.shape[0] else 0
-        of = Batch(sequences=sequences, ranks=batch.num_ranks, losses=flags)
+        of = batch_of(names, num_sequences if logits_TE.shape[0] else 0, batch.num_ranks)
         how = choice, of, (batch.names, batch.sizes)
         if differentiated(logits_TE):
             ids_TK, weights_TK, *losses = _Choose.apply(logits_TE, bias_E, how)
         else:
             ids_TK, weights_TK, _, losses = run_choice(logits_TE.contiguous(), bias_E, *how)
-    return only(kept_TK, ids_TK), weights_TK, dict(zip((n for n in NAMES if n in names), losses, strict=True))
+    return only(kept_TK, ids_TK), weights_TK, by_name(names, losses)
+
+
+@functools.lru_cache(64)
+def batch_of(names: tuple[str, ...], sequences: int, ranks: int) -> Batch:
+    """The batch of a call that wants the losses of these names."""
+    return Batch(sequences=sequences, ranks=ranks, losses=tuple(name in names for name in NAMES))
+
+
+def by_name(names: tuple[str, ...], losses: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Losses in the order of `NAMES`, by those that are in `names`."""
+    return dict(zip((n for n in NAMES if n in names), losses, strict=True)) if names else {}
 
 
 def only(kept_TK: Tensor | None, ids_TK: Tensor) -> Tensor:
@@ -115,10 +126,11 @@ def choice_gradient(
     """d_logits_TE, or two bfloat16 parts of it; `None` where there is none. saved: logits, ids, and what the
     losses want. gradients: of the weights and of those losses that are wanted."""
     logits_TE, ids_TK, *sums = saved
-    d_weights_TK, *d_losses = gradients
-    left = iter(d_losses)
-    of_all = d_weights_TK, *(next(left) if want else None for want in of.losses)
-    return _gradient(logits_TE, ids_TK, of_all, tuple(sums), choice, of.ranks, in_parts=in_parts)
+    if sums:
+        d_weights_TK, *d_losses = gradients
+        left = iter(d_losses)
+        gradients = d_weights_TK, *(next(left) if want else None for want in of.losses)
+    return _gradient(logits_TE, ids_TK, gradients, tuple(sums), choice, of.ranks, in_parts=in_parts)
 
 
 def _gradient(
@@ -131,10 +143,11 @@ def _gradient(
     *,
     in_parts: bool = False,
 ) -> Tensor | None:
-    """d_logits_TE from those of the weights and of the three losses; `None` where there are none."""
+    """d_logits_TE from those of the weights and of the three losses, or of the weights alone; `None` where
+    there are none."""
     d_weights_TK, *d_losses = gradients
     d_weights_TK = None if d_weights_TK is None else d_weights_TK.contiguous()
-    if all(d is None for d in d_losses):
+    if not d_losses or all(d is None for d in d_losses):
         if d_weights_TK is None:
             return None
         return kernels.run_choose_backward(logits_TE, ids_TK, d_weights_TK, choice, in_parts=in_parts)

@@ -71,19 +71,27 @@ class _Logits(torch.autograd.Function):
         need_x, need_weight = ctx.needs_input_grad
         x_TD, weight_ED = ctx.saved_tensors
         parts = torch.cat(split(gradients[0]), dim=1).bfloat16()
-        return logits_backward(parts, x_TD, weight_ED, need_x, need_weight)
+        needs = need_x, need_weight
+        return logits_backward(parts, x_TD, weight_ED, needs, as_operators=traced(parts))
 
 
 def logits_backward(
-    parts: Tensor, x_TD: Tensor, weight_ED: Tensor, need_x: bool, need_weight: bool, product: Any = _product
+    parts: Tensor,
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    needs: tuple[bool, bool],
+    product: Any = _product,
+    *,
+    as_operators: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of tokens and weights, bfloat16, `None` where not needed. parts: of the gradient of logits,
     bfloat16 [T, 2E], as `split` makes two of a number. product: of two bfloat16 matrices, float32."""
-    d_x_TD = parts @ torch.cat((weight_ED, weight_ED)) if need_x else None
+    need_x, need_weight = needs
+    d_x_TD = torch.mm(parts, torch.cat((weight_ED, weight_ED))) if need_x else None
     d_weight_ED = None
     if need_weight:
         halves = product(parts.t(), x_TD)
-        if traced(halves) or why_not_halves(halves) is not None:
+        if as_operators or why_not_halves(halves) is not None:
             d_weight_ED = halves.unflatten(0, (2, -1)).sum(0).to(weight_ED.dtype)
         else:
             d_weight_ED = add_halves(halves, torch.empty_like(weight_ED))

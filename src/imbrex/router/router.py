@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +17,7 @@ from imbrex.router.logits import logits
 from imbrex.router.losses import AuxLosses, auxiliary_losses
 from imbrex.router.node import gate_by_kernels, is_one_node
 from imbrex.router.sparsemixer import sparsemixer
-
-_AS_IT_IS = nullcontext()
+from imbrex.runtime.tracing import autocast_on
 
 
 class Router(nn.Module):
@@ -102,34 +100,49 @@ class Router(nn.Module):
 
         Raises ValueError for shapes or dtypes that do not fit.
         """
-        self._check(x_TD, num_sequences, kept_TK)
-        mixed = torch.is_autocast_enabled(x_TD.device.type)
-        with torch.autocast(x_TD.device.type, enabled=False) if mixed else _AS_IT_IS:
-            given_TK = kept_TK if self.gate.capacity is None else None
-            if self._is_one_node(x_TD):
-                what = self.e_score_correction_bias, self.choice, self.losses.names, num_sequences, self.batch
-                ids_TK, weights_TK, losses = gate_by_kernels(x_TD, self.weight, *what)
-                ids_TK = only(given_TK, ids_TK)
-            else:
-                logits_TE = self.project(x_TD, self.weight, num_sequences)
-                logits_TE = logits_TE if after is None else logits_TE + after
-                ids_TK, weights_TK, losses = self._choose(logits_TE, num_sequences, given_TK)
+        weight_ED = self.weight
+        self._check(x_TD, weight_ED.shape[1], num_sequences, kept_TK)
+        given_TK = kept_TK if self.gate.capacity is None else None
+        if autocast_on(x_TD):
+            with torch.autocast(x_TD.device.type, enabled=False):
+                routed = self._route(x_TD, weight_ED, num_sequences, given_TK, after)
+        else:
+            routed = self._route(x_TD, weight_ED, num_sequences, given_TK, after)
+        ids_TK, weights_TK, losses = routed
         if self.gate.capacity is not None and (kept_TK is None or self.is_collective):
             # A rank that is given its choices comes to the sums all the same: others may not be.
             chosen_TK = keep(ids_TK, weights_TK, self.num_experts, self.gate.capacity, self.batch)
             kept_TK = chosen_TK if kept_TK is None else kept_TK
-        if given_TK is None:
+        if given_TK is None and kept_TK is not None:
             ids_TK = only(kept_TK, ids_TK)
         return Routing(ids_TK=ids_TK, weights_TK=weights_TK, losses=losses, kept_TK=kept_TK)
 
-    def _is_one_node(self, x_TD: Tensor) -> bool:
+    def _route(
+        self,
+        x_TD: Tensor,
+        weight_ED: Tensor,
+        num_sequences: int,
+        kept_TK: Tensor | None,
+        after: Tensor | None,
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Ids, -1 where `kept_TK` says so, and scaled weights [T, K], and the losses of all choices."""
+        if not self._is_one_node(x_TD, weight_ED):
+            logits_TE = self.project(x_TD, weight_ED, num_sequences)
+            logits_TE = logits_TE if after is None else logits_TE + after
+            return self._choose(logits_TE, num_sequences, kept_TK)
+        bias_E = self.e_score_correction_bias if self.gate.bias else None
+        of = self.losses.names, num_sequences, self.batch
+        ids_TK, weights_TK, losses = gate_by_kernels(x_TD, weight_ED, bias_E, self.choice, *of)
+        return ids_TK if kept_TK is None else only(kept_TK, ids_TK), weights_TK, losses
+
+    def _is_one_node(self, x_TD: Tensor, weight_ED: Tensor) -> bool:
         """Whether kernels do all from tokens to choice: no noise, and no projection of the caller's."""
         if not (x_TD.is_cuda and self.kernels) or self.gate.score == "sparsemixer":
             return False
         plain = type(self).project is Router.project and "project" not in self.__dict__
         if not plain or (self.gate.noise and self.training):
             return False
-        return is_one_node(x_TD, self.weight, self.choice)
+        return is_one_node(x_TD, weight_ED, self.choice)
 
     def _choose(
         self, logits_TE: Tensor, num_sequences: int, kept_TK: Tensor | None
@@ -193,8 +206,7 @@ class Router(nn.Module):
         counts_E = counts_E.to(self.e_score_correction_bias.device, torch.float64)
         self.e_score_correction_bias += speed * (counts_E.mean() - counts_E).sign().float()
 
-    def _check(self, x_TD: Tensor, num_sequences: int, kept_TK: Tensor | None) -> None:
-        width = self.weight.shape[1]
+    def _check(self, x_TD: Tensor, width: int, num_sequences: int, kept_TK: Tensor | None) -> None:
         if x_TD.dim() != 2 or x_TD.shape[1] != width or not x_TD.is_floating_point():
             raise ValueError(
                 f"Router: tokens of shape {tuple(x_TD.shape)} and {x_TD.dtype}; pass floating point "

@@ -24,12 +24,29 @@ def traced(*tensors: Tensor | None) -> bool:
     Otherwise an autograd function is used, because an operator in Python costs the host 20 to 70 us a call,
     and as much in the backward: torch's dispatcher, trees of arguments, checks of aliases.
     """
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+    return torch.compiler.is_compiling() or seen(*tensors)
+
+
+def seen(*tensors: Tensor | None) -> bool:
+    """Whether a dispatch mode or a tensor subclass sees operators: `traced`, for a caller who knows that no
+    compiler does."""
+    if is_in_torch_dispatch_mode():
         return True
     for tensor in tensors:  # noqa: SIM110  a generator costs more than what it looks at
         if tensor is not None and type(tensor) not in _PLAIN:
             return True
     return False
+
+
+class Node(torch.autograd.Function):
+    """An autograd function that only runs where nothing is traced. Its `apply` leaves out what torch's does
+    for functorch, three calls a tensor; under functorch it is torch's, which refuses with a sentence."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        return super(function.Function, cls).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def in_trace_too(function: Callable[..., None]) -> Callable[..., None]:
@@ -67,6 +84,12 @@ def differentiated(*tensors: Tensor | None) -> bool:
             if tensor is not None and tensor.requires_grad:
                 return True
     return False
+
+
+def autocast_on(x: Tensor) -> bool:
+    """Whether autocast is on for the device of `x`. The text of a device's type is made anew every time,
+    which takes the host longer than the question."""
+    return torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type)
 
 
 def autocast_now(kind: str) -> Callable[[], Any]:

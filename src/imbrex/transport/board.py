@@ -61,7 +61,8 @@ class Board:
         """
         if check is not None:
             check()
-        assert 0 <= min(value, note) <= max(value, note) < 1 << BITS
+        assert 0 <= value < 1 << BITS
+        assert 0 <= note < 1 << BITS
         self.calls += 1
         ranks, first = self.world_size, self.calls << BITS
         at = self.calls % 2 * 2 * ranks

@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -57,8 +57,7 @@ def _uses_gpu() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Size:
+class Size(NamedTuple):
     """The sizes of kernels and of a heap, except tokens: the slots of every expert-parallel rank, each of
     `tensor` ranks that share them, E experts, K choices, rows of `row_bytes`. compact: whether rows are
     also received once per token. alignment: rows of a slot are padded to a multiple."""
@@ -180,8 +179,11 @@ class Nvlink(Collective):
         self._exchanges: dict[tuple[Size, int], NvlinkExchange] = {}
         self._captured: set[NvlinkExchange] = set()
         self._others: dict[Any, Kernels] = {}
+        self._held: tuple[Any, ...] = ()
+        """All of these three, which every call asks for failures."""
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._shared = self._closed = False
+        self._on_gpu = self.device.type == "cuda"
         self._failure: ExchangeError | None = None
         reason = self.why_not()
         if reason is not None:
@@ -294,7 +296,7 @@ class Nvlink(Collective):
         """Raise `ExchangeError` if a call has failed, on any heap; see `NvlinkExchange.check`."""
         if self._failure is not None:
             raise self._failure
-        for exchange in self._all():
+        for exchange in self._held:
             exchange.check(synchronize=synchronize)
 
     @property
@@ -306,7 +308,7 @@ class Nvlink(Collective):
     @property
     def capturing(self) -> bool:
         """Whether calls are being captured in a CUDA graph."""
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self._on_gpu and torch.cuda.is_current_stream_capturing()
 
     def exchange_of(self, size: Size, room: int) -> NvlinkExchange:
         """The kernels and their heap that served a dispatch with room for so many tokens, or those that came
@@ -331,8 +333,10 @@ class Nvlink(Collective):
             observer.count("heaps", 1)
             self._retire(exchange)
             exchange = self._exchanges[at] = self._make(size, placement, max_tokens)
+            self._hold_all()
         if self.capturing:
             self._captured.add(exchange)
+            self._hold_all()
         return exchange
 
     def kernels_for(self, key: Any, make: Callable[[Callable[[int], Heap]], K]) -> K:
@@ -342,6 +346,7 @@ class Nvlink(Collective):
             self._refuse_closed()
         if key not in self._others:
             self._others[key] = make(self._make_heap)
+            self._hold_all()
         return self._others[key]  # pyright: ignore[reportReturnType]
 
     def _retire(self, old: NvlinkExchange | None) -> None:
@@ -372,10 +377,10 @@ class Nvlink(Collective):
     @property
     def usable(self) -> bool:
         """Whether calls can go on: it is open, and none has failed."""
-        return not self._closed and all(exchange.usable for exchange in self._all())
+        return not self._closed and all(exchange.usable for exchange in self._held)
 
-    def _all(self) -> set[Any]:
-        return {*self._exchanges.values(), *self._captured, *self._others.values()}
+    def _hold_all(self) -> None:
+        self._held = (*{*self._exchanges.values(), *self._captured, *self._others.values()},)
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -403,8 +408,9 @@ class Nvlink(Collective):
         except ExchangeError as error:
             self._failure = error
         self._closed = True
-        for exchange in self._all():
+        for exchange in self._held:
             exchange.close(together=False)
         self._exchanges.clear()
         self._captured.clear()
         self._others.clear()
+        self._hold_all()

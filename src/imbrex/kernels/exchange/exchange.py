@@ -525,7 +525,7 @@ class NvlinkExchange:
 
     def launch_again(self, launch: Any, kinds: Sequence[str], *addresses: int) -> None:
         """Make a recorded launch again. kinds: the calls that it stands for."""
-        self.check()
+        self._status.check()
         for kind in kinds:
             self._calls[kind] += 1
         launch.launch(*addresses)
@@ -552,7 +552,7 @@ class NvlinkExchange:
     def next_buffer(self, kind: str, *, peek: bool = False) -> tuple[int, int]:
         """The buffer of the next call, and how many calls ago it was last used. A captured call keeps its
         buffer, so after the first capture that may be one call ago."""
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing() and not peek:
+        if not peek and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._captured = True
         buffers = self.shape.buffers
         return self._calls[kind] % buffers, 1 if self._captured else buffers

@@ -13,12 +13,12 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from imbrex.kernels.jit import Kernel, Variant, cached_why_not_portable, load
+from imbrex.kernels.jit import Blank, Kernel, Variant, addressed, cached_why_not_portable, load
 from imbrex.runtime.tracing import plain
 
 KERNELS = ("choose_experts", "choose_and_sum", "choose_experts_backward", "choose_and_losses_backward")
@@ -29,12 +29,13 @@ MOST_EXPERTS, MOST_CHOICES, MOST_GROUPS = 32 * VALUES[-1], 32, 32
 THREADS, WARPS = 256, 8
 """A block's. A warp has a token."""
 LOSS_THREADS = 1024
+MOST_LAUNCHES = 256
+"""The number of prepared launches, one for a number of tokens, that are kept."""
 MOST_CHUNKS = 1024
 """Chunks of a batch, about: a warp takes several tokens where there are more."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """The rule by which a token chooses `top_k` experts.
 
     sigmoid: scores are sigmoids, else a softmax. groups: equal groups of consecutive experts, of which
@@ -104,14 +105,22 @@ def run_choose(
     """Ids int64 [T, K], best first, of equal ones the lowest, and weights float32 [T, K]. bias_E: float32
     [E], added to scores for the selection only. kept_TK: bool, of any strides; the ids of the others are -1.
     """
-    tokens, experts = logits_TE.shape
     ids_TK, weights_TK = _results(logits_TE, choice)
-    mask = (None, 0, 0) if kept_TK is None else (kept_TK.view(torch.uint8), *kept_TK.stride())
-    args = [logits_TE, bias_E, tokens, experts, *_rule(choice), *mask, ids_TK, weights_TK]
-    if tokens:
-        kernel = _kernel("choose_experts", _values(experts), choice.sigmoid, logits_TE.device)
-        kernel.launch(grid=-(-tokens // WARPS), block=THREADS, args=args, dependent=True)
+    if logits_TE.shape[0]:
+        mask, strides = (0, (0, 0)) if kept_TK is None else (kept_TK.data_ptr(), kept_TK.stride())
+        bias = 0 if bias_E is None else bias_E.data_ptr()
+        launch = _choosing(logits_TE.shape, choice, strides, logits_TE.device)
+        launch.launch(logits_TE.data_ptr(), bias, mask, ids_TK.data_ptr(), weights_TK.data_ptr())
     return ids_TK, weights_TK
+
+
+@functools.lru_cache(MOST_LAUNCHES)
+def _choosing(shape: torch.Size, choice: Choice, strides: tuple[int, ...], device: torch.device) -> Blank:
+    """The launch that chooses from logits of this shape: of their address, the bias', the mask's, the ids'
+    and the weights'. strides: the mask's."""
+    kernel = _kernel("choose_experts", _values(shape[1]), choice.sigmoid, device)
+    args = [..., ..., *shape, *_rule(choice), ..., *strides, ..., ...]
+    return addressed(kernel, args, grid=-(-shape[0] // WARPS), block=THREADS, dependent=True)
 
 
 def run_choose_and_sum(
@@ -169,8 +178,21 @@ def run_choose_backward(
 ) -> Tensor:
     """d_logits_TE from the gradient of the weights. in_parts: as two bfloat16 numbers [T, 2E] whose sum it
     is, to 15 or 16 bits: the first ones of all experts, then the others."""
-    inputs = logits_TE, ids_TK, d_weights_TK, choice
-    return _launch_backward("choose_experts_backward", *inputs, [], in_parts=in_parts)
+    result = _gradient(logits_TE, in_parts)
+    if logits_TE.shape[0]:
+        launch = _going_back(logits_TE.shape, choice, in_parts, logits_TE.device)
+        inputs = logits_TE.data_ptr(), ids_TK.data_ptr(), d_weights_TK.data_ptr()
+        launch.launch(*inputs, result.data_ptr())
+    return result
+
+
+@functools.lru_cache(MOST_LAUNCHES)
+def _going_back(shape: tuple[int, int], choice: Choice, in_parts: bool, device: torch.device) -> Blank:
+    """The launch of a backward without losses: of the addresses of logits, ids, the weights' gradient and the
+    result."""
+    kernel = _kernel("choose_experts_backward", _values(shape[1]), choice.sigmoid, device)
+    args = _backward_args((..., ..., ...), shape, choice, (), ..., in_parts)
+    return addressed(kernel, args, grid=-(-shape[0] // WARPS), block=THREADS)
 
 
 def run_losses_backward(
@@ -185,33 +207,37 @@ def run_losses_backward(
 ) -> Tensor:
     """d_logits_TE. gradients: of the weights and of the three losses, `None` where there is none. sums: the
     terms of all ranks, and the choices by sequence of this one. in_parts: as for `run_choose_backward`."""
-    tokens, (terms, counts_SE) = logits_TE.shape[0], sums
+    (tokens, experts), (terms, counts_SE) = logits_TE.shape, sums
     d_weights_TK, *d_losses = gradients
-    length = tokens // max(counts_SE.shape[0], 1)
-    more = [*d_losses, terms, counts_SE, length, ranks]
-    inputs = logits_TE, ids_TK, d_weights_TK, choice, more
-    return _launch_backward("choose_and_losses_backward", *inputs, in_parts=in_parts)
-
-
-def _launch_backward(
-    entry: str,
-    logits_TE: Tensor,
-    ids_TK: Tensor,
-    d_weights_TK: Tensor | None,
-    choice: Choice,
-    more: list[Any],
-    *,
-    in_parts: bool,
-) -> Tensor:
-    (tokens, experts), kind = logits_TE.shape, torch.bfloat16 if in_parts else torch.float32
-    result = torch.empty(tokens, (1 + in_parts) * experts, dtype=kind, device=logits_TE.device)
-    rule = [choice.top_k, int(choice.normalize), choice.scale]
-    to = [None, result] if in_parts else [result, None]
-    args = [logits_TE, ids_TK, d_weights_TK, tokens, experts, *rule, *more, *to]
+    more = *d_losses, terms, counts_SE, tokens // max(counts_SE.shape[0], 1), ranks
+    result = _gradient(logits_TE, in_parts)
+    inputs = logits_TE, ids_TK, d_weights_TK
+    args = _backward_args(inputs, logits_TE.shape, choice, more, result, in_parts)
     if tokens:
-        kernel = _kernel(entry, _values(experts), choice.sigmoid, logits_TE.device)
+        kernel = _kernel("choose_and_losses_backward", _values(experts), choice.sigmoid, logits_TE.device)
         kernel.launch(grid=-(-tokens // WARPS), block=THREADS, args=args)
     return result
+
+
+def _gradient(logits_TE: Tensor, in_parts: bool) -> Tensor:
+    """Room for d_logits_TE, or for its two parts."""
+    tokens, experts = logits_TE.shape
+    kind = torch.bfloat16 if in_parts else torch.float32
+    return torch.empty((tokens, (1 + in_parts) * experts), dtype=kind, device=logits_TE.device)
+
+
+def _backward_args(
+    inputs: tuple[Any, Any, Any],
+    shape: Sequence[int],
+    choice: Choice,
+    more: Sequence[Any],
+    result: Any,
+    in_parts: bool,
+) -> list[Any]:
+    """The arguments of both backwards. inputs: logits, ids and the weights' gradient. more: what losses
+    want."""
+    rule = choice.top_k, int(choice.normalize), choice.scale
+    return [*inputs, *shape, *rule, *more, *((None, result) if in_parts else (result, None))]
 
 
 def _results(logits_TE: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from imbrex.kernels.jit import Kernel, Variant, cached_why_not_hopper, load
+from imbrex.kernels.jit import Blank, Kernel, Variant, addressed, cached_why_not_hopper, load
 from imbrex.runtime.tracing import plain, traced
 
 VARIANT, HALVES = (Variant(source="gate/logits.cu", entry=entry) for entry in ("logits_of_few", "add_halves"))
@@ -28,10 +28,10 @@ def _kernel(variant: Variant, device: torch.device) -> Kernel:
 
 def why_not_few(x_TD: Tensor, weight_ED: Tensor) -> str | None:
     """Why the kernel does not compute these logits, whose operands are bfloat16 on a GPU, or `None`."""
-    if not (plain(x_TD) and plain(weight_ED)) or traced(x_TD, weight_ED):
-        return "somebody traces the call, or its tensors are of a kind of their own"
     if not 0 < x_TD.shape[0] <= FEW_TOKENS:
         return f"it is for 1 to {FEW_TOKENS} tokens"
+    if not (plain(x_TD) and plain(weight_ED)) or traced(x_TD, weight_ED):
+        return "somebody traces the call, or its tensors are of a kind of their own"
     if x_TD.shape[1] % UNIT or not weight_ED.is_contiguous():
         return f"weights are not contiguous rows of a multiple of {UNIT} values"
     return cached_why_not_hopper(x_TD.get_device())
@@ -60,6 +60,12 @@ def why_not_halves(halves: Tensor) -> str | None:
 
 def add_halves(halves_2N: Tensor, out: Tensor) -> Tensor:
     """The sum of both halves of `halves_2N`, float32, rounded once into `out`, bfloat16; contiguous."""
-    units = out.numel() // 4
-    _kernel(HALVES, out.device).launch(grid=-(-units // THREADS), block=THREADS, args=[halves_2N, units, out])
+    _adding(out.numel() // 4, out.device).launch(halves_2N.data_ptr(), out.data_ptr())
     return out
+
+
+@functools.lru_cache(64)
+def _adding(units: int, device: torch.device) -> Blank:
+    """The launch that adds halves of so many units: of their address and the sum's."""
+    args = [..., units, ...]
+    return addressed(_kernel(HALVES, device), args, grid=-(-units // THREADS), block=THREADS)
