@@ -24,7 +24,7 @@ inline u32 __ballot_sync(u32, bool value) {
 }
 inline int __shfl_sync(u32, int value, int lane) {
     emu::Block& block = *emu::self().block;
-    u32* words = block.exchanged.data() + emu::self().thread / 32 * 32;
+    u32* words = block.exchanged + emu::self().thread / 32 * 32;
     words[emu::self().thread % 32] = static_cast<u32>(value);
     __syncwarp();
     const int result = static_cast<int>(words[lane % 32]);
@@ -33,7 +33,7 @@ inline int __shfl_sync(u32, int value, int lane) {
 }
 inline u32 __shfl_xor_sync(u32, u32 value, int mask) {
     emu::Block& block = *emu::self().block;
-    u32* words = block.exchanged.data() + emu::self().thread / 32 * 32;
+    u32* words = block.exchanged + emu::self().thread / 32 * 32;
     words[emu::self().thread % 32] = value;
     __syncwarp();
     const u32 result = words[(emu::self().thread % 32) ^ mask];
@@ -42,7 +42,7 @@ inline u32 __shfl_xor_sync(u32, u32 value, int mask) {
 }
 inline u32 __match_any_sync(u32, int value) {
     emu::Block& block = *emu::self().block;
-    u32* words = block.exchanged.data() + emu::self().thread / 32 * 32;
+    u32* words = block.exchanged + emu::self().thread / 32 * 32;
     words[emu::self().thread % 32] = static_cast<u32>(value);
     __syncwarp();
     u32 same = 0;
@@ -57,7 +57,7 @@ inline u32 __reduce_max_sync(u32 mask, u32 value) {
 inline int __shfl_up_sync(u32, int value, int step) {
     emu::Block& block = *emu::self().block;
     const int lane = static_cast<int>(emu::self().thread % 32);
-    u32* words = block.exchanged.data() + emu::self().thread / 32 * 32;
+    u32* words = block.exchanged + emu::self().thread / 32 * 32;
     words[lane] = static_cast<u32>(value);
     __syncwarp();
     const int result = static_cast<int>(words[max(lane - step, 0)]);
@@ -100,13 +100,8 @@ inline u8* shared_memory() { return emu::self().block->shared; }
 inline u32 smem_u32(const void* pointer) { return static_cast<u32>(static_cast<const u8*>(pointer) - shared_memory()); }
 inline u64* barrier_at(u32 address) { return reinterpret_cast<u64*>(shared_memory() + address); }
 inline u32 lane_id() { return emu::self().thread % 32; }
-inline u64 global_timer() {
-    return static_cast<u64>(std::chrono::steady_clock::now().time_since_epoch().count()) + emu::leapt;
-}
-inline void pause() {
-    emu::self().patient = true;
-    emu::nap(1 + emu::machine->random() % 4);
-}
+u64 global_timer();
+void pause();
 
 inline void rest() { pause(); }
 inline void forget(u32&) {}
@@ -131,20 +126,11 @@ inline bool mbarrier_try(u32 barrier, u32 parity) {
 }
 
 inline u32 seen(u32 value) { emu::breathe(); return value; }
-inline u32 load_acquire_sys(const u32* word) {
-    const u32 value = *const_cast<volatile const u32*>(word);
-    if (emu::machine->trace) emu::machine->trace->note(emu::kSeen, word, 4, value, emu::self().block->stream);
-    return seen(value);
-}
+u32 load_acquire_sys(const u32* word);
 inline u32 load_relaxed_sys(const u32* word) { return *const_cast<volatile const u32*>(word); }
 inline u32 load_acquire_gpu(const u32* word) { return seen(*const_cast<volatile const u32*>(word)); }
 inline void store_release_gpu(u32* word, u32 value) { *word = value; emu::breathe(); }
-inline void store_relaxed_sys(u32* word, u32 value) {
-    if (emu::machine->trace) emu::machine->trace->look();
-    *word = value;
-    if (emu::machine->trace) emu::machine->trace->note(emu::kSet, word, 4, value, emu::self().block->stream);
-    emu::breathe();
-}
+void store_relaxed_sys(u32* word, u32 value);
 inline void store_relaxed_sys(u64* word, u64 value) { *word = value; emu::breathe(); }
 inline u64 load_relaxed_sys(const u64* word) { return *const_cast<volatile const u64*>(word); }
 inline bool named_barrier_and(int id, int threads, bool fine) { return emu::meet(emu::self().block->named[id], threads, fine); }
@@ -156,61 +142,23 @@ inline u32 swap_if_sys(u32* word, u32 expected, u32 value) {  // of another proc
 }
 inline u32 claim_zero_sys(u32* word, u32 value) { u32 before = *word; if (!before) *word = value; return before; }
 
-inline void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier) {
-    emu::check_bulk(source, target, bytes);
-    emu::Copy copy{shared_memory() + target, static_cast<const u8*>(source), bytes, barrier_at(barrier), {}};
-    copy.stream = emu::self().block->stream;
-    emu::machine->loads.push_back(copy);
-}
-inline void bulk_store(void* target, u32 source, u32 bytes) {
-    emu::check_bulk(target, source, bytes);
-    emu::self().open.push_back({static_cast<u8*>(target), shared_memory() + source, bytes, nullptr, {}});
-}
-inline void bulk_commit() {
-    emu::self().groups.push_back(std::move(emu::self().open));
-    emu::self().open.clear();
-    if (emu::machine->random() % 2)
-        for (auto& copy : emu::self().groups.back()) emu::finish_store(copy);
-}
-template <int kPending>
-void bulk_wait_read() {
-    auto& groups = emu::self().groups;
-    for (int i = 0; i + kPending < static_cast<int>(groups.size()); ++i)
-        for (auto& copy : groups[i]) emu::read_store(copy);
-}
-template <int kPending>
-void bulk_wait() {
-    auto& groups = emu::self().groups;
-    while (static_cast<int>(groups.size()) > kPending) {
-        for (auto& copy : groups.front()) emu::finish_store(copy);
-        groups.erase(groups.begin());
-    }
-}
+void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier);
+void bulk_store(void* target, u32 source, u32 bytes);
+void bulk_commit();
+void wait_for_reads(int pending);
+void wait_for_stores(int pending);
+template <int kPending> void bulk_wait_read() { wait_for_reads(kPending); }
+template <int kPending> void bulk_wait() { wait_for_stores(kPending); }
 
 // A copy lands when a wait says so, or at once, at random.
+void ask_for(u32 to, const u8* from);
+void copy_commit();
+void wait_for_copies(int pending);
 template <int kTo, int kFrom>
 void copy_async(u32 to, const void* from, bool wanted) {
-    const u8* source = static_cast<const u8*>(from) + kFrom;
-    if (!wanted) return;
-    emu::check_bulk(source, to + kTo, 16);
-    emu::self().asked.push_back({shared_memory() + to + kTo, source, 16, nullptr, {}});
-    if (emu::machine->random() % 2) emu::finish_store(emu::self().asked.back());
+    if (wanted) ask_for(to + kTo, static_cast<const u8*>(from) + kFrom);
 }
-inline void copy_commit() {
-    emu::self().loading.push_back(std::move(emu::self().asked));
-    emu::self().asked.clear();
-}
-template <int kPending>
-void copy_wait() {
-    auto& groups = emu::self().loading;
-    while (static_cast<int>(groups.size()) > kPending) {
-        for (auto& copy : groups.front())
-            if (!copy.done) emu::finish_store(copy);
-        groups.erase(groups.begin());
-    }
-    // A lane's own copies may be late, and what it does with them, when the other lanes have gone on.
-    if (emu::machine->unrest && emu::machine->random() % 256 == 0) emu::nap(1 + emu::machine->random() % 512);
-}
+template <int kPending> void copy_wait() { wait_for_copies(kPending); }
 
 template <int kOffset = 0>
 uint4 load_once(const void* from, bool wanted) {
@@ -230,74 +178,26 @@ inline u32 round_bf16(float f) {
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline u32 pack_bf16(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
-// Bits of x >= 0, small enough, in a format of its own: to nearest even, with gradual underflow below 2^(1 - kBias).
-template <int kMantissa, int kBias>
-u32 round_small(float x) {
-    constexpr long one = 1L << kMantissa;
-    int exponent = x < std::ldexp(1.0f, 1 - kBias) ? 1 - kBias : std::ilogb(x);
-    long units = std::lrint(std::ldexp(x, kMantissa - exponent));
-    if (units == 2 * one) units = one, ++exponent;
-    return static_cast<u32>(units < one ? units : (exponent + kBias) << kMantissa | (units - one));
-}
-// The finite value of such bits, without a sign.
-template <int kMantissa, int kBias>
-float value_small(u32 bits) {
-    constexpr u32 one = 1u << kMantissa;
-    const int exponent = static_cast<int>(bits >> kMantissa);
-    const u32 mantissa = bits & (one - 1);
-    return std::ldexp(static_cast<float>(exponent ? one + mantissa : mantissa), (exponent ? exponent : 1) - kBias - kMantissa);
-}
-// 448 is the largest.
-inline u32 round_e4m3(float f) {
-    const u32 sign = std::signbit(f) ? 0x80 : 0;
-    const float x = std::fabs(f);
-    if (std::isnan(f)) return 0x7f;
-    return sign | (x >= 464.0f ? 0x7e : round_small<3, 7>(x));
-}
+u32 round_e4m3(float f);
 inline u32 pack_e4m3(float low, float high) { return round_e4m3(low) | round_e4m3(high) << 8; }
 inline u32 pack_e4m3(float a, float b, float c, float d) { return pack_e4m3(a, b) | pack_e4m3(c, d) << 16; }
 inline u32 max_u16x2(u32 a, u32 b) { return max(a & 0xffff, b & 0xffff) | max(a >> 16, b >> 16) << 16; }
-inline float reciprocal(float x) {  // to an ulp, either way
-    const float inverse = 1.0f / x;
-    return std::isfinite(inverse) && inverse != 0.0f ? std::nextafter(inverse, emu::machine->random() % 2 ? INFINITY : 0.0f) : inverse;
-}
-inline float value_e4m3(u32 bits) {
-    const float sign = bits & 0x80 ? -1.0f : 1.0f;
-    if ((bits & 0x7f) == 0x7f) return std::nanf("");
-    return sign * value_small<3, 7>(bits & 0x7f);
-}
+float reciprocal(float x);  // to an ulp, either way
+float value_e4m3(u32 bits);
 inline void unpack_e4m3(u32 packed, float& low, float& high) {
     low = value_e4m3(packed & 0xff);
     high = value_e4m3(packed >> 8 & 0xff);
 }
-inline u32 round_f16(float f) {
-    const u32 sign = std::signbit(f) ? 0x8000 : 0;
-    const float x = std::fabs(f);
-    if (std::isnan(f)) return 0x7fff;
-    return sign | (x >= 65520.0f ? 0x7c00 : round_small<10, 15>(x));
-}
-inline float value_f16(u16 bits) {
-    const float sign = bits & 0x8000 ? -1.0f : 1.0f;
-    if ((bits & 0x7c00) == 0x7c00) return bits & 0x3ff ? std::nanf("") : sign * INFINITY;
-    return sign * value_small<10, 15>(bits & 0x7fff);
-}
+u32 round_f16(float f);
+float value_f16(u16 bits);
 inline u32 pack_f16(float low, float high) { return round_f16(low) | round_f16(high) << 16; }
 inline void unpack_f16(u32 packed, float& low, float& high) {
     low = value_f16(static_cast<u16>(packed));
     high = value_f16(static_cast<u16>(packed >> 16));
 }
-// 57344 is the largest.
-inline u32 round_e5m2(float f) {
-    const u32 sign = std::signbit(f) ? 0x80 : 0;
-    const float x = std::fabs(f);
-    if (std::isnan(f)) return 0x7f;
-    return sign | (x >= 61440.0f ? 0x7b : round_small<2, 15>(x));
-}
+u32 round_e5m2(float f);
 inline u32 pack_e5m2(float low, float high) { return round_e5m2(low) | round_e5m2(high) << 8; }
-inline float value_e5m2(u32 bits) {
-    const float sign = bits & 0x80 ? -1.0f : 1.0f;
-    return sign * value_small<2, 15>(bits & 0x7f);
-}
+float value_e5m2(u32 bits);
 inline void unpack_e5m2(u32 packed, float& low, float& high) {
     low = value_e5m2(packed & 0xff);
     high = value_e5m2(packed >> 8 & 0xff);
@@ -306,15 +206,3 @@ inline float bf16_low(u32 packed) { return __uint_as_float(packed << 16); }
 inline float bf16_high(u32 packed) { return __uint_as_float(packed & 0xffff0000u); }
 
 }  // namespace ptx
-
-inline void emu::add_numbers(const Copy& copy) {
-    for (u32 i = 0; i < copy.bytes; i += copy.add) {
-        u32 before = 0, more = 0;
-        std::memcpy(&before, copy.target + i, copy.add);
-        std::memcpy(&more, copy.read.data() + i, copy.add);
-        const int shift = copy.add == 2 ? 16 : 0;
-        const float sum = __uint_as_float(before << shift) + __uint_as_float(more << shift);
-        const u32 after = copy.add == 2 ? ptx::round_bf16(sum) : __float_as_uint(sum);
-        std::memcpy(copy.target + i, &after, copy.add);
-    }
-}

@@ -15,9 +15,17 @@ from torch import Tensor
 from imbrex.kernels import jit
 from imbrex.kernels.ffn import fp8, glue
 from imbrex.kernels.gemm import gemm, portable
-from tests.emulated.kernel import NAMESPACES, alone, built_once, compile_library, struct_checks
+from tests.emulated.kernel import (
+    NAMESPACES,
+    alone,
+    built_once,
+    compile_library,
+    entry_points,
+    struct_checks,
+    text_of,
+)
 
-HEADERS = [Path(__file__).with_name(f"{name}_on_cpu.h") for name in ("cuda", "tensor_cores", "machine")]
+HEADER = "tensor_cores_on_cpu.h"
 SHARED = {
     "extern __shared__ u8 memory[];": "u8* memory = emu::self().block->shared;",
     "__shared__ Slot slots[kSlots];": "Slot* slots = reinterpret_cast<Slot*>(memory + kStatic);",
@@ -38,20 +46,6 @@ REPLACED = ("ptx/base.cuh", "ptx/exchange.cuh", "ptx/mma.cuh", "ptx/wgmma.cuh")
 Edits = tuple[tuple[str, str], ...]
 
 
-def _entries(variant: jit.Variant) -> tuple[str, ...]:
-    """The kernels of a file that are compiled together."""
-    return glue.KERNELS if variant.source == glue.SOURCE else (variant.entry,)
-
-
-def _entry_point(entry: str) -> str:
-    return (
-        f'extern "C" int emulate_{entry}(int grid, int block, int smem, unsigned seed, double limit, '
-        "int alone, void** a) {\n    emu::rows_of_warp.clear();\n    emu::fragments.clear();\n"
-        f"    const auto body = [=] {{ emu::call({entry}, a); }};\n"
-        "    return emu::run(grid, block, smem, seed, limit, body, false, alone);\n}\n"
-    )
-
-
 @functools.cache
 def _library(variant: jit.Variant, dynamic: int, edits: Edits) -> Any:
     sources = dict(jit.sources_of(variant))
@@ -61,10 +55,8 @@ def _library(variant: jit.Variant, dynamic: int, edits: Edits) -> Any:
             raise LookupError(f"the kernel says {old!r} in {places}, not in one place")
         sources[places[0]] = sources[places[0]].replace(old, new)
     for name in REPLACED:
-        sources[name] = f'#include "{HEADERS[1].name}"\n'
-    text = (
-        str([header.read_text() for header in HEADERS]) + str(sorted(sources.items())) + str(variant.defines)
-    )
+        sources[name] = f'#include "{HEADER}"\n'
+    text = text_of(sources, variant)
     return built_once(f"{text}{dynamic}", lambda folder: _build(variant, sources, dynamic, folder))
 
 
@@ -73,10 +65,8 @@ def _build(variant: jit.Variant, sources: dict[str, str], dynamic: int, folder: 
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(source)
     main = (
-        f'#include "{HEADERS[1].name}"\n#include "{variant.source}"\n{NAMESPACES}{struct_checks(sources)}'
-        'extern "C" void forget() { forget_tensors(); }\n'
-        'extern "C" void name(u8* begin, i64 bytes) { name_tensor(begin, bytes); }\n'
-        + "".join(map(_entry_point, _entries(variant)))
+        f'#include "{HEADER}"\n#include "{variant.source}"\n{NAMESPACES}{struct_checks(sources)}'
+        + entry_points(sources[variant.source])
     )
     return compile_library(folder, main, (("kStatic", dynamic), *variant.defines))
 
@@ -131,7 +121,7 @@ class EmulatedKernel:
         self.seed += 1
         late = self._emulate(
             *(grid, block, smem + STATIC_BYTES, ctypes.c_uint(self.seed)),
-            *(ctypes.c_double(self._limit), ctypes.c_int(alone()), addresses),
+            *(ctypes.c_double(self._limit), ctypes.c_int(False), ctypes.c_int(alone()), addresses),
         )
         del slots
         assert late == 0, f"the kernel did not end within {self._limit} s"

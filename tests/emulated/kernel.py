@@ -8,6 +8,7 @@ import fcntl
 import functools
 import hashlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,8 +23,17 @@ from imbrex.kernels import jit
 from imbrex.kernels.structs import Struct
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
-HEADERS = (HEADER, Path(__file__).with_name("machine_on_cpu.h"))
-FLAGS = ("-std=c++17", "-O1", "-w", "-fPIC", "-ffp-contract=off")
+MACHINE = [
+    Path(__file__).with_name(f"{name}_on_cpu.{kind}")
+    for name, kind in (
+        ("machine", "h"),
+        ("cuda", "h"),
+        ("tensor_cores", "h"),
+        ("machine", "cpp"),
+        ("calls", "cpp"),
+    )
+]
+FLAGS = ("-std=c++17", "-w", "-fPIC", "-ffp-contract=off")
 NAMESPACES = "".join(
     f"namespace {name} {{}}\nusing namespace {name};\n"
     for name in (
@@ -59,27 +69,18 @@ def struct_checks(sources: dict[str, str]) -> str:
 
 
 ENTRY = """
-extern "C" int emulate(int grid, int block, int smem, unsigned seed, double limit, int unrest, int alone,
-                       void** args) {
-    return emu::run(grid, block, smem, seed, limit, [=] { emu::call(KERNEL, args); }, unrest, alone);
+static void begin_KERNEL(void** args) { emu::call(KERNEL, args); }
+extern "C" int emulate_KERNEL(int grid, int block, int smem, unsigned seed, double limit, int unrest,
+                              int alone, void** args) {
+    return emu::run(grid, block, smem, begin_KERNEL, args, seed, limit, unrest, alone);
 }
-static emu::Trace traced;
-extern "C" int emulate_streams(int streams, int calls, const int* sizes, void*** args, unsigned seed,
-                               double limit, void (*told)(int, int, int), u8* watched, i64 bytes) {
-    std::vector<emu::Stream> all(streams);
-    for (int i = 0; i < streams * calls; ++i, sizes += 3)
-        all[i / calls].launches.push_back(
-            {sizes[0], sizes[1], sizes[2], [=] { emu::call(KERNEL, args[i]); }});
-    emu::Trace* trace = bytes ? &traced : nullptr;
-    traced = {watched, static_cast<size_t>(bytes), std::vector<u8>(watched, watched + bytes), {}};
-    return emu::run_streams(all, seed, true, true, limit, told, trace);
-}
-extern "C" emu::Event* events(i64* count) {
-    *count = static_cast<i64>(traced.events.size());
-    return traced.events.data();
+extern "C" int emulate_streams_KERNEL(int streams, int calls, const int* sizes, void*** args, unsigned seed,
+                                      double limit, void (*told)(int, int, int), u8* watched, i64 bytes) {
+    return emu::run_streams(streams, calls, sizes, begin_KERNEL, args, seed, limit, told, watched, bytes);
 }
 """
 """All launches of a stream, then those of the next; grid, block and shared memory of each in `sizes`."""
+_KERNELS = re.compile(r"__global__ void (?:__launch_bounds__\([^()]*(?:\([^()]*\))?[^()]*\)\s+)?(\w+)\(")
 REPLACED = ("ptx/base.cuh", "ptx/exchange.cuh", "ptx/codec.cuh")
 
 
@@ -92,18 +93,20 @@ def available() -> bool:
     return shutil.which("g++") is not None
 
 
+def entry_points(source: str) -> str:
+    """C++ that launches each of the kernels in this text: those of a file are compiled together."""
+    return "".join(ENTRY.replace("KERNEL", entry) for entry in _KERNELS.findall(source))
+
+
+def text_of(sources: dict[str, str], variant: jit.Variant) -> str:
+    """All that a library is compiled from, the emulator included."""
+    return f"{_machine_text()}{ENTRY}{sorted(sources.items())}{variant.source}{variant.defines}"
+
+
 @functools.cache
 def _library(variant: jit.Variant) -> Any:
     sources = jit.sources_of(variant)
-    defines = [f"-D{name}={value}" for name, value in variant.defines]
-    text = (
-        "".join(header.read_text() for header in HEADERS)
-        + str(sorted(sources.items()))
-        + variant.entry
-        + ENTRY
-        + str(defines)
-    )
-    return built_once(text, lambda folder: _build(variant, sources, folder))
+    return built_once(text_of(sources, variant), lambda folder: _build(variant, sources, folder))
 
 
 def built_once(text: str, build: Callable[[Path], Path]) -> Any:
@@ -143,10 +146,15 @@ def compile_library(folder: Path, main: str, defines: Sequence[tuple[str, Any]])
     """The library of one file with this text, in `folder` beside what it includes."""
     (folder / "main.cpp").write_text(main)
     header, machine = _machine()
-    words = ["-shared", f"-I{folder}", f"-I{HEADER.parent}"]
+    words = ["-O1", "-shared", f"-I{folder}", f"-I{HEADER.parent}"]
     words += [f"-D{name}={value}" for name, value in defines]
     _compile([*words, "-include", str(header), str(folder / "main.cpp"), str(machine)], folder / "out.so")
     return folder / "out.so"
+
+
+@functools.cache
+def _machine_text() -> str:
+    return "".join(file.read_text() for file in MACHINE) + str(FLAGS)
 
 
 @functools.cache
@@ -155,16 +163,17 @@ def _machine() -> tuple[Path, Path]:
     every kernel took."""
 
     def parse(folder: Path) -> Path:
-        _compile(["-x", "c++-header", str(HEADERS[1])], folder / "parsed")
+        _compile(["-O1", "-x", "c++-header", str(MACHINE[0])], folder / "parsed")
         return folder / "parsed"
 
     def build(folder: Path) -> Path:
-        _compile(["-c", "-O3", "-DEMULATED_MACHINE", "-x", "c++", str(HEADER)], folder / "machine.o")
+        words = ["-c", "-O3", "-fno-semantic-interposition", str(MACHINE[-1])]
+        _compile(words, folder / "machine.o")
         return folder / "machine.o"
 
     version = subprocess.run(["g++", "--version"], check=True, capture_output=True, text=True).stdout
-    text = "".join(header.read_text() for header in HEADERS) + str(FLAGS) + version
-    parsed = _made_once(text, f"{HEADERS[1].name}.gch", parse)
+    text = _machine_text() + version
+    parsed = _made_once(text, f"{MACHINE[0].name}.gch", parse)
     return parsed.with_suffix(""), _made_once(text, "machine.o", build)
 
 
@@ -179,7 +188,7 @@ def _build(variant: jit.Variant, sources: dict[str, str], folder: Path) -> Path:
         (folder / name).write_text(body)
     main = (
         f'#include "{HEADER}"\n#include "{variant.source}"\n{NAMESPACES}{struct_checks(sources)}'
-        + ENTRY.replace("KERNEL", variant.entry)
+        + entry_points(sources[variant.source])
     )
     return compile_library(folder, main, variant.defines)
 
@@ -194,7 +203,7 @@ class EmulatedKernel:
 
     def __init__(self, variant: jit.Variant) -> None:
         self.variant = variant
-        self._run = _library(variant).emulate
+        self._run = getattr(_library(variant), f"emulate_{variant.entry}")
 
     def launch(self, *, grid: int, block: int, args: Sequence[Any], smem: int = 0, **_: Any) -> None:
         values, pointers = jit._pack(args)

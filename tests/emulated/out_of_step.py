@@ -128,7 +128,7 @@ class OutOfStep:
                 errors.append(error)
 
         library, heap = _library(variant), self.heap
-        late = library.emulate_streams(
+        late = getattr(library, f"emulate_streams_{variant.entry}")(
             ctypes.c_int(len(self.launches)),
             ctypes.c_int(calls),
             ctypes.c_void_p(sizes.data_ptr()),
