@@ -87,6 +87,64 @@ def test_a_full_disk_of_ranks_names_what_the_command_has(
     assert capsys.readouterr().err == sentence
 
 
+@pytest.mark.parametrize(
+    ("number", "mend"),
+    [
+        (errno.EDQUOT, "free the disk or choose another --out"),
+        (errno.EMFILE, "raise the limit of open files (ulimit -n)"),
+        (errno.EACCES, "give rights to it, or choose another --out"),
+        (errno.ENOENT, "see what is there, or choose another --out"),
+    ],
+)
+def test_another_fault_of_the_system_is_no_full_disk(
+    number: int, mend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank = local.Rank(tmp_path, rank=0, num_ranks=1, timeout_s=5.0, hint=str, files="--out")
+
+    def fail() -> NoReturn:
+        raise OSError(number, "wrong", "a.json")
+
+    assert rank.run(fail) == local.EXIT_REFUSED
+    assert capsys.readouterr().err == f"imbrex: error: wrong: a.json: {mend}\n"
+
+
+WHERE = {
+    "plan": ["plan", "--gpus", "2"],
+    "balance": ["balance", "plan", "--stats", "none.npy", "--ranks", "2", "--slots", "8"],
+    "replay": ["balance", "replay", "--trace", "none.npy", "--ranks", "2"],
+    "report": ["balance", "report", "--journal", "none.jsonl"],
+    "profile": ["profile"],
+    "reproduce": ["reproduce", "comet-table-3"],
+    "experts": ["bench", "experts"],
+    "exchange": ["bench", "exchange"],
+}
+
+
+@pytest.mark.parametrize(
+    ("command_name", "option"),
+    [
+        *(("plan", "json"), ("plan", "report"), ("balance", "out"), ("replay", "json"), ("replay", "html")),
+        *(("report", "out"), ("profile", "out"), ("reproduce", "results")),
+        *(("experts", "json"), ("exchange", "json")),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    command_name: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder, no name, and a folder that is missing: nothing is printed, and no input is missed."""
+    missing = f"{tmp_path}/no/a"
+    cases = {
+        str(tmp_path): f"--{option} {tmp_path}: that is no file that can be written; give another",
+        "": f"--{option} : that is no file that can be written; give another",
+        missing: f"--{option} {missing}: its folder is missing or cannot be written; make it first",
+    }
+    for path, said in cases.items():
+        with pytest.raises(SystemExit) as ended:
+            main([*WHERE[command_name], f"--{option}", path])
+        told = capsys.readouterr()
+        assert (ended.value.code, told.out, told.err) == (2, "", f"imbrex: error: {said}\n")
+
+
 def test_a_full_disk_is_one_sentence() -> None:
     """Nothing is left to trip over when Python ends."""
     words = [sys.executable, "-m", "imbrex", "--help"]

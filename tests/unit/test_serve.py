@@ -75,6 +75,30 @@ def test_tokens_are_those_of_greedy_decoding(attention: Grouped | Latent, drafts
     assert sorted(engine.free) == [0, 1]
 
 
+@pytest.mark.parametrize(("drafts", "steps"), [(0, [1, 3, 5]), (1, [12, 11])])
+def test_steps_that_gave_nothing_are_not_copied(drafts: int, steps: list[int]) -> None:
+    """An interval beyond all answers takes no more memory than the longest, and a request that ends takes
+    with it the steps since it began, or since the last delivery."""
+    model, drafting = make(), Drafting(length=drafts)
+    engine = Engine(model, Settings(slots=2, room=12, chunk=(2, 8), interval=10**6, drafting=drafting))
+    assert len(engine.steps.state.ring_NZX) == 12
+    copied, copy = [], engine._copy
+
+    def watched(tensors: list[torch.Tensor], take: Any) -> None:
+        copied.append(tensors[0].shape)
+        copy(tensors, take)
+
+    engine._copy = watched  # type: ignore[method-assign]
+    answers = [
+        engine.submit(Request(prompt=p, max_tokens=n))
+        for p, n in zip(prompts(5, 4, 3), (4, 2, 6), strict=True)
+    ]
+    engine.run()
+    for answer in answers:
+        assert answer.tokens == greedy(model, list(answer.request.prompt), answer.request.max_tokens)
+    assert [shape[0] for shape in copied if len(shape) == 3] == steps
+
+
 def test_tokens_leave_every_few_steps_the_first_and_the_last_at_once() -> None:
     engine = Engine(make(), Settings(slots=2, room=30, chunk=(2, 8), interval=4))
     long, short = (

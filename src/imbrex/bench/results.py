@@ -64,9 +64,16 @@ def check_results(path: str | os.PathLike[str], question: str) -> None:
     _read(Path(path), question, {"command": "", "hardware": None})
 
 
-def check_folder(option: str, path: str) -> None:
-    """Raise ValueError where the folder of a file that an option names is missing or cannot be written."""
-    if not os.access(Path(path).resolve().parent, os.W_OK):
+def check_file(option: str, path: str | None) -> None:
+    """Raise ValueError where the file that an option names cannot be written: to be asked before the work
+    whose results it gets. `None` and `-` are no files."""
+    if path is None or path == "-":
+        return
+    at = Path(path)
+    if not path.strip() or at.is_dir() or (at.exists() and not os.access(at, os.W_OK)):
+        raise ValueError(f"--{option} {path}: that is no file that can be written; give another")
+    # Devices and pipes are written where they are; a file is written beside its name, and renamed.
+    if (at.is_file() or not at.exists()) and not os.access(at.resolve().parent, os.W_OK):
         raise ValueError(f"--{option} {path}: its folder is missing or cannot be written; make it first")
 
 

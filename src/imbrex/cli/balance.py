@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from imbrex.balancer.report import read_journal, write_story
+from imbrex.bench.results import check_file
 from imbrex.cli import balance_plan, balance_record, balance_replay
 
 
@@ -17,6 +18,7 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(args: argparse.Namespace) -> int:
+    check_file("out", args.out)
     story = read_journal(Path(args.journal))
     write_story(Path(args.out), "Balance", story)
     print(f"{args.out}: {len(story.loads_ILW)} iterations, {len(story.switched)} new placements")

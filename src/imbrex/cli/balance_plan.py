@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from imbrex.bench.results import check_file
 from imbrex.cli.balance_input import add_input, load_input
 from imbrex.contracts import Placement
 from imbrex.placement import BalancePlan, LoadHistory, Target, plan_history, read_plan, write_plan
@@ -34,6 +35,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(args: argparse.Namespace) -> int:
+    check_file("out", args.out)
     if args.updates < 0:
         raise ValueError(f"--updates is {args.updates}: give 0 or more")
     history = load_input(args.stats_input, args)

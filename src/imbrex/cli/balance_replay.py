@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from imbrex.balancer.report import Story, write_story
+from imbrex.bench.results import check_file
 from imbrex.cli.balance_input import add_input, load_input, load_sources
 from imbrex.placement.history import LoadHistory
 from imbrex.placement.online import Pace
@@ -40,6 +41,8 @@ def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def replay(args: argparse.Namespace) -> int:
+    check_file("json", args.json)
+    check_file("html", args.html)
     pace = Pace(layer_updates_per_iter=args.updates)
     rows, stories = [], []
     print(f"{'ranks':>5} {'slots':>6} {'policy':<13} {'mean':>8} {'p90':>8} {'worst':>8} {'fetches':>8}")

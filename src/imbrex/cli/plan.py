@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from imbrex.bench.results import check_file
 from imbrex.bench.shapes import MODELS, parse_shape
 from imbrex.cli.balance_input import add_input, load_input
 from imbrex.cli.balance_plan import describe
@@ -52,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0; 1 where no layout can run."""
+    for name in ("json", "report", "placement"):
+        check_file(name, getattr(args, name))
     if args.placement and not args.trace_input:
         raise ValueError("--placement: popularity that is drawn says nothing of your experts; give --trace")
     if args.skew is not None and args.trace_input:

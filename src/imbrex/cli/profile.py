@@ -12,12 +12,12 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from imbrex.bench.machine import hardware
+from imbrex.bench.results import check_file
 from imbrex.codec import make
 from imbrex.launch.local import meet
 from imbrex.runtime.waits import leave
@@ -42,8 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.repeats < 1:
         raise ValueError(f"--repeats is {args.repeats}: give at least 1")
-    if not Path(args.out).resolve().parent.is_dir():
-        raise ValueError(f"--out: {args.out} is in no folder; make it, or give another")
+    check_file("out", args.out)
     several = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
     device = meet(None) if several else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     clock = _Clock(device, args.repeats)

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from imbrex.bench.results import describe_run, write_results
+from imbrex.bench.results import check_file, describe_run, write_results
 from imbrex.reproduce import ALIASES, TABLES, Options, find, papers
 
 
@@ -31,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write("\n" + "\n".join(papers.list_papers()) + "\n")
         return 0
     folder = Path(args.out)
+    check_file("results", args.results)
     _make(folder)
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     try:

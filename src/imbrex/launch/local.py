@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _LAUNCHED = "IMBREX_LAUNCHED"
 """The launcher's process id, in the environment of its ranks."""
 EXIT_REFUSED, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def is_worker() -> bool:
@@ -248,7 +250,7 @@ class Rank:
             if isinstance(error, BrokenPipeError) and unread():
                 self._end(death.FAILED, f"nobody reads what rank {self.rank} prints", speaks=True)
                 return EXIT_FAILED
-            sentence = f"{_line(error)}: free the disk or choose another {self.files}"
+            sentence = f"{_line(error)}: {_mend(error, self.files)}"
             self._end(death.REFUSED, sentence, speaks=True)
             return EXIT_REFUSED
         except Exception as error:  # noqa: BLE001 - the last stop of a rank: said in a sentence, kept in a note
@@ -305,6 +307,19 @@ def _is_network(error: Exception) -> bool:
     return isinstance(error, lost) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     )
+
+
+def _mend(error: OSError, files: str) -> str:
+    """What to do about an error of the system."""
+    if error.errno in _FULL:
+        return f"free the disk or choose another {files}"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "raise the limit of open files (ulimit -n)"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"give rights to it, or choose another {files}"
+    if error.filename is not None:
+        return f"see what is there, or choose another {files}"
+    return "the system refused it, no file is named"
 
 
 def _line(error: Exception) -> str:

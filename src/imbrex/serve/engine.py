@@ -47,7 +47,8 @@ class Settings:
     """The settings of an engine.
 
     slots: the requests that a rank serves at once. room: the most tokens of a request, prompt and answer.
-    chunk: rows, and tokens per row, of a prefill step. interval: steps between two deliveries of tokens.
+    chunk: rows, and tokens per row, of a prefill step. interval: steps between two deliveries of tokens, at
+    most `room`, in which every answer ends.
     stop: the token that ends an answer. graphs: whether steps are captured as CUDA graphs. sizes: the numbers
     of rows for which there are decoding steps; by default powers of two.
     """
@@ -65,6 +66,8 @@ class Settings:
         for name, value in (("slots", self.slots), ("interval", self.interval), ("chunk", min(self.chunk))):
             if value < 1:
                 raise ValueError(f"serve: {name} is {value}; give 1 or more")
+        # Memory for more steps than an answer takes would be copied, and never used.
+        object.__setattr__(self, "interval", min(self.interval, self.room))
         if self.room < 2:
             raise ValueError(f"serve: a slot has room for {self.room} tokens; a prompt and an answer take 2")
 
@@ -83,7 +86,7 @@ class Settings:
 
 class Seat:
     """A request in a slot. filled: tokens of its prompt that are in the cache. since: the number of decoding
-    steps before its first one, later before the first one whose tokens have not been delivered."""
+    steps before its first one, later before the first one whose tokens have not been copied."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer, self.filled, self.since = answer, 0, 0
@@ -307,11 +310,21 @@ class Engine:
         every = self._decoded % self.settings.interval == 0
         leaving = self.running.copy() if every else {slot: self.running[slot] for slot in ends}
         if leaving:
-            state, until = self.steps.state, self._decoded
-            tensors = [state.ring_NZX] if self.counted else [state.ring_NZX, state.taken_NZ]
-            self._copy(tensors, lambda copied: self._take(copied, until, leaving))
+            self._copy_tokens(leaving)
         for slot in ends:
             self._leave(slot)
+
+    def _copy_tokens(self, leaving: dict[int, Seat]) -> None:
+        """Copy the tokens that these requests have got in the steps up to now. They never wrap around the
+        ring: all that run are asked where it is full."""
+        state, now, first = self.steps.state, self._decoded, min(seat.since for seat in leaving.values())
+        begin = first % self.settings.interval
+        steps = slice(begin, begin + now - first)
+        tensors = [state.ring_NZX[steps]] if self.counted else [state.ring_NZX[steps], state.taken_NZ[steps]]
+        seats = [(slot, seat, seat.since - first) for slot, seat in leaving.items()]
+        for seat in leaving.values():
+            seat.since = now
+        self._copy(tensors, lambda copied: self._take(copied, seats))
 
     def _copy(self, tensors: list[Tensor], take: Callable[[list[Tensor]], None]) -> None:
         """Copy to the host beside the device's work, and call `take` once it is there."""
@@ -339,16 +352,14 @@ class Engine:
         for row, slot, seat in firsts:
             self._give(slot, seat, [tokens[row]], now)
 
-    def _take(self, copied: list[Tensor], until: int, leaving: dict[int, Seat]) -> None:
-        """Deliver the tokens of steps up to `until`, which never wrap around the ring: all that run are asked
-        where it is full. Where the host counts, every step gave each one token."""
-        now, (interval, _, width) = self.clock(), copied[0].shape
+    def _take(self, copied: list[Tensor], seats: list[tuple[int, Seat, int]]) -> None:
+        """Deliver to each request the tokens of the copied steps, from its own first one on. Where the host
+        counts, every step gave each one token."""
+        now, (end, _, width) = self.clock(), copied[0].shape
         ring, *counts = (of.transpose(0, 1).flatten(1).tolist() for of in copied)
-        for slot, seat in leaving.items():
-            begin = seat.since % interval
-            end, seat.since = begin + until - seat.since, until
-            tokens = ring[slot][begin * width : end * width]
-            of_step = counts[0][slot][begin:end] if counts else [1] * (end - begin)
+        for slot, seat, begin in seats:
+            tokens = ring[slot][begin * width :]
+            of_step = counts[0][slot][begin:] if counts else [1] * (end - begin)
             if counts:
                 rows = (tokens[width * at : width * at + count] for at, count in enumerate(of_step))
                 tokens = list(chain.from_iterable(rows))

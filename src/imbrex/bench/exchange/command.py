@@ -23,7 +23,7 @@ from imbrex.bench.exchange.clock import Clock, run_ranks
 from imbrex.bench.exchange.deep_ep import deep_ep_calls
 from imbrex.bench.exchange.parts import heap_bytes, main_case, push_ceiling, skewed, small, sweep
 from imbrex.bench.exchange.rows import DEFINITIONS, Rows
-from imbrex.bench.results import check_results, describe_run, write_results
+from imbrex.bench.results import check_file, check_results, describe_run, write_results
 from imbrex.kernels import why_not_hopper
 from imbrex.kernels.heap import SymmetricHeap
 from imbrex.observe.clock import device_microseconds
@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     names = list(QUICK) if args.quick else list(PARTS) if args.parts == "all" else args.parts.split(",")
     if unknown := [name for name in names if name not in PARTS]:
         raise ValueError(f"--parts: {unknown[0]!r} is not known; use all or some of {', '.join(PARTS)}")
+    check_file("json", args.json)
     if args.json:
         check_results(args.json, QUESTION)
     reason = why_not_hopper()

@@ -12,7 +12,7 @@ import torch
 
 from imbrex.bench.experts import timing
 from imbrex.bench.experts.work import Work, make_work
-from imbrex.bench.results import check_results, describe_run, write_results
+from imbrex.bench.results import check_file, check_results, describe_run, write_results
 from imbrex.bench.shapes import MODELS, parse_shape
 from imbrex.kernels import why_not_hopper
 
@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0; ValueError where the input or the machine is not fit."""
+    check_file("json", args.json)
     if args.json:
         check_results(args.json, QUESTION)
     rows = measure(args)

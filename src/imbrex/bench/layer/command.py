@@ -92,9 +92,9 @@ def check(args: argparse.Namespace) -> None:
     pick_implementation(args.experts)
     args.timeout = timeout_seconds(args.timeout)
     if args.json:
-        from imbrex.bench.results import check_folder, check_results
+        from imbrex.bench.results import check_file, check_results
 
-        check_folder("json", args.json)
+        check_file("json", args.json)
         check_results(args.json, "layer")
 
 

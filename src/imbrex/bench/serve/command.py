@@ -31,7 +31,7 @@ from imbrex.serve.engine import Engine, HostTime, Settings
 from imbrex.serve.model import Decoder
 
 QUESTION = "How many tokens a second does a GPU give, and a user see?"
-SMALLER = "give fewer --users, shorter requests, a shorter --interval or a smaller --model"
+SMALLER = "give fewer --users, shorter requests or a smaller --model"
 SWEPT = ("drafts", "interval", "input")
 LISTS = ("users", *SWEPT)
 """Options that take several numbers; an engine for all users, and one for each of the swept ones."""
@@ -131,15 +131,15 @@ def check(args: argparse.Namespace) -> None:
 
 
 def _check_files(args: argparse.Namespace) -> None:
-    from imbrex.bench.results import check_folder, check_results
+    from imbrex.bench.results import check_file, check_results
 
     for name in ("json", "report"):
         path = getattr(args, name)
         if not path:
             continue
-        check_folder(name, path)
+        check_file(name, path)
         # Of a pipe or a device nothing is read, and none is replaced.
-        if Path(path).exists() and not (Path(path).is_file() and os.access(path, os.W_OK)):
+        if Path(path).exists() and not Path(path).is_file():
             raise ValueError(f"--{name} {path}: that is no file that can be written; give another")
     if args.json:
         check_results(args.json, QUESTION)
@@ -155,8 +155,9 @@ def held_bytes(args: argparse.Namespace) -> int:
     experts = (config.num_layers + config.drafting) * moe.num_experts * 3 * moe.intermediate_size
     rows, chunk = _chunk(args)[0], _longest_chunk(args)
     slots = max(*numbers(args, "users"), rows)
-    cache = slots * max(max(numbers(args, "input")) + args.output, chunk) * config.cache_bytes(itemsize)
-    ring = slots * max(numbers(args, "interval")) * (1 + max(numbers(args, "drafts"))) * 8
+    room = max(numbers(args, "input")) + args.output
+    cache = slots * max(room, chunk) * config.cache_bytes(itemsize)
+    ring = slots * min(max(numbers(args, "interval")), room) * (1 + max(numbers(args, "drafts"))) * 8
     values = (experts + (args.ranks + 1) * config.vocabulary) * moe.hidden_size
     return values * itemsize + cache + ring
 
@@ -387,7 +388,10 @@ def show(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
         console.print(TOO_SHORT, highlight=False)
     console.print(host)
     if args.levers:
-        off = Table(title=f"{ABOUT_LEVERS}, {args.levers} loops in turns", title_justify="left")
+        off = Table(
+            title=f"{ABOUT_LEVERS}, {args.levers} loop{'s' * (args.levers > 1)} in turns",
+            title_justify="left",
+        )
         for head in levers.HEADS:
             off.add_column(head, justify="left" if head in ("", "without") else "right")
         for line in levers.cells_of(rows):
