@@ -310,7 +310,7 @@ def _is_network(error: Exception) -> bool:
 
 
 def _mend(error: OSError, files: str) -> str:
-    """What to do about an error of the system."""
+    """Advice for an error of the system."""
     if error.errno in _FULL:
         return f"free the disk or choose another {files}"
     if error.errno in (errno.EMFILE, errno.ENFILE):
