@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from imbrex.placement import imbalance, plan_layers, rebalance_experts
+from imbrex.placement import imbalance, plan_layers, rebalance_experts, refine
 from imbrex.placement.engines import deepseek, tensorrt_llm
 from imbrex.placement.packing import MOST_PLACEMENTS, num_placements, rank_loads
 from imbrex.placement.planner import search, to_held
@@ -239,3 +239,26 @@ def test_no_load_at_all_makes_a_placement() -> None:
     placement = plan_layers([[0, 0, 0]], 2, 4)[0]
     assert imbalance([0, 0, 0], placement) == 0
     assert placement.num_slots == 4
+
+
+@pytest.mark.parametrize("kind", ["any", "whole", "hundredths", "steep"])
+def test_a_swap_found_among_few_is_that_found_among_all(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same experts and the same float, of loads among which many are equal, too."""
+    draw = np.random.default_rng(0)
+    for _ in range(50):
+        ranks = int(draw.integers(2, 9))
+        experts = int(draw.integers(2 * ranks, 120))
+        held = draw.random((ranks, experts)) < 0.1
+        held[draw.integers(ranks, size=experts), np.arange(experts)] = True
+        load = {
+            "any": draw.random(experts),
+            "whole": draw.integers(0, 6, experts).astype(np.float64),
+            "hundredths": draw.random(experts).round(2),
+            "steep": draw.zipf(1.5, experts).astype(np.float64),
+        }[kind]
+        loads = rank_loads(load, held)
+        moves = []
+        for many in (1 << 60, 0):
+            monkeypatch.setattr(refine, "MANY_PAIRS", many)
+            moves.append(refine.best_swap(load, held, loads, int(loads.argmax())))
+        assert moves[0] == moves[1]

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from imbrex.placement.packing import Floats, Held, rank_loads
+from imbrex.placement.packing import Floats, Held, Ints, rank_loads
 
 NEGLIGIBLE = 1e-9
 """An improvement below this share of the mean counts as none, because loads are sums of floats."""
+MANY_PAIRS = 1 << 17
+"""Swaps above which not all are looked at. Fewer cost less than the search among them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +48,8 @@ def best_swap(load_E: Floats, replicas_WE: Held, loads_W: Floats, fullest: int) 
     ranks, theirs = np.divmod(np.flatnonzero(replicas_WE & ~replicas_WE[fullest]), replicas_WE.shape[1])
     if not len(ranks):
         return None
+    if len(ours) * len(ranks) > MANY_PAIRS:
+        ours = ours[[_best_of_ours(share_E, replicas_WE, loads_W, fullest, ours, ranks, theirs)]]
     less = share_E[ours][:, None] - share_E[theirs]
     worst = np.maximum(loads_W[fullest] - less, loads_W[ranks] + less)
     worst[replicas_WE[:, ours][ranks].T] = np.inf
@@ -57,6 +61,45 @@ def best_swap(load_E: Floats, replicas_WE: Held, loads_W: Floats, fullest: int) 
     return Move(
         ranks=(fullest, rank), losses=(expert, back), gains=(back, expert), worst=float(worst[mine, other])
     )
+
+
+def _best_of_ours(
+    share_E: Floats,
+    replicas_WE: Held,
+    loads_W: Floats,
+    fullest: int,
+    ours: Ints,
+    ranks: Ints,
+    theirs: Ints,
+) -> int:
+    """The place in `ours` of the first expert that has one of the best swaps.
+
+    The smaller the share that comes back, the lower is the fullest rank afterwards and the higher the other.
+    So of a rank's experts, sorted by their shares, the best stands where these loads cross, or just before:
+    of every rank two swaps are looked at instead of all, and the lowest load is the same float.
+    """
+    order = np.lexsort((share_E[theirs], ranks))
+    sorted_N = share_E[theirs][order]
+    present, starts, sizes = np.unique(ranks[order], return_index=True, return_counts=True)
+
+    def loads(place_GR: Ints) -> tuple[Floats, Floats]:
+        """The loads of the fullest rank and of the other, if the expert at this place of it comes back."""
+        less = share_E[ours][:, None] - sorted_N[np.clip(starts + place_GR, 0, len(sorted_N) - 1)]
+        return loads_W[fullest] - less, loads_W[present] + less
+
+    low = np.zeros((len(ours), len(present)), dtype=np.int64)
+    high = np.broadcast_to(sizes, low.shape)
+    for _ in range(int(sizes.max()).bit_length()):
+        middle = (low + high) // 2
+        falls, rises = loads(middle)
+        crossed = (falls >= rises) | (low >= high)
+        low, high = np.where(crossed, low, middle + 1), np.where(crossed, np.minimum(middle, high), high)
+    worst_GR = np.full(low.shape, np.inf)
+    for place in (low - 1, low):
+        there = (place >= 0) & (place < sizes)
+        worst_GR = np.where(there, np.minimum(worst_GR, np.maximum(*loads(place))), worst_GR)
+    worst_GR[replicas_WE[present][:, ours].T] = np.inf
+    return int(worst_GR.min(1).argmin())
 
 
 def best_replacement(load_E: Floats, replicas_WE: Held, loads_W: Floats, fullest: int) -> Move | None:
@@ -116,9 +159,12 @@ def refine(
             move = find(load_E, new_WE, loads, fullest)
             if move is None or move.worst >= loads[fullest] - gap:
                 continue
+            if old is None or max_moves is None:
+                apply(new_WE, move)
+                break
             moved = new_WE.copy()
             apply(moved, move)
-            if old is None or max_moves is None or count_moves(old, moved) <= max_moves:
+            if count_moves(old, moved) <= max_moves:
                 new_WE = moved
                 break
         else:
