@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from benchmarks import host_time
 
 from imbrex.bench.results import check_results
+from imbrex.runtime.tracing import Node
 from tests.ranks.forked import run_code
 
 COUNT = """
@@ -61,6 +63,24 @@ def test_a_step_from_a_record_makes_few_calls(tmp_path: Path) -> None:
         assert forward <= 92
         assert step <= 134
         assert (launches, all_launches, nodes) == (least, 15, 6)
+
+
+class _Double(Node):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return 2 * gradients[0]
+
+
+def test_a_node_says_as_torch_does_that_functorch_cannot_have_it() -> None:
+    x = torch.ones(3, requires_grad=True)
+    (d_x,) = torch.autograd.grad(_Double.apply(x).sum(), x)
+    assert d_x.tolist() == [2, 2, 2]
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda x: _Double.apply(x).sum())(x.detach())
 
 
 def test_rows_of_calls_make_a_result_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

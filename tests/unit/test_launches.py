@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -93,3 +94,40 @@ def test_what_the_driver_refuses_is_said(monkeypatch: pytest.MonkeyPatch, make: 
     assert len(driver.heard) == 2
     with pytest.raises(KernelError, match=r"INVALID_VALUE while launching .*grid 3, block 64, 0 bytes"):
         launch()
+
+
+def test_launches_behind_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is launched behind one that the driver refuses."""
+    new, wrong = 201, 1
+    driver, entered = Driver(new, 0, 0, wrong), list[int]()
+    kernel = make_kernel(monkeypatch, driver)
+    monkeypatch.setattr(jit, "enter_context", entered.append)
+    launches = [kernel.prepare(args=[make_both(hits=hits), 5], **HOW) for hits in (1, 2)]
+    jit.launch_all([])
+    jit.launch_all(launches)
+    assert entered == [DEVICE]
+    assert {stream for stream, _, _ in driver.heard} == {STREAM}
+    assert [both.hits for _, both, _ in driver.heard] == [1, 1, 2]
+    assert jit.latest_launch(DEVICE) == kernel.variant
+    with pytest.raises(KernelError, match="INVALID_VALUE"):
+        jit.launch_all(launches)
+    assert len(driver.heard) == 4
+
+
+def test_threads_do_not_fill_in_each_others_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread launches the same while the driver has not read the first one's arguments yet."""
+    driver = Driver()
+    kernel = make_kernel(monkeypatch, driver)
+    launch = jit.addressed(kernel, [make_both(hits=3), ...], **HOW)
+    read = driver.queue
+
+    def interrupted(*how: int) -> tuple[Any, ...]:
+        if threading.current_thread() is threading.main_thread():
+            other = threading.Thread(target=launch.launch, args=(8,))
+            other.start()
+            other.join()
+        return read(*how)
+
+    monkeypatch.setattr(driver, "queue", interrupted)
+    launch.launch(7)
+    assert [(both.hits, number) for _, both, number in driver.heard] == [(3, 8), (3, 7)]

@@ -453,8 +453,12 @@ def launch_all(launches: Sequence[Prepared]) -> None:
     """Make prepared launches of one device on its current stream, which is looked up once."""
     if launches:
         stream = torch._C._cuda_getCurrentRawStream(launches[0]._kernel.device)
-        for launch in launches:
-            launch._kernel.start(launch._queues, stream, launch._pointers)
+        for launch in launches[:-1]:
+            code = launch._queues[stream](launch._pointers, 0)[0]
+            if int(code) != 0:
+                launch._kernel._start_again(code, launch._queues, stream, launch._pointers)
+        last = launches[-1]  # the only one that `latest_launch` may be asked for
+        last._kernel.start(last._queues, stream, last._pointers)
 
 
 class Blank:

@@ -15,6 +15,8 @@ FEW_TOKENS = 32
 """Tokens up to which it is faster than a product of tensor cores."""
 THREADS, EXPERTS, TOKENS, UNIT = 256, 2, 8, 8
 """Sizes of a block, and the values of a unit."""
+MOST_LAUNCHES = 256
+"""The number of prepared launches, one for sizes, that are kept."""
 
 
 def shipped_variants() -> list[Variant]:
@@ -39,16 +41,24 @@ def why_not_few(x_TD: Tensor, weight_ED: Tensor) -> str | None:
 
 def logits_of_few(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """float32 [T, E] of bf16 operands that `why_not_few` has nothing against."""
-    (tokens, width), experts = x_TD.shape, weight_ED.shape[0]
-    logits_TE = torch.empty(tokens, experts, dtype=torch.float32, device=x_TD.device)
-    _kernel(VARIANT, x_TD.device).launch(
+    (tokens, width), (experts, _), x_TD = x_TD.shape, weight_ED.shape, x_TD.contiguous()
+    logits_TE = torch.empty((tokens, experts), dtype=torch.float32, device=x_TD.device)
+    launch = _multiplying(tokens, experts, width // UNIT, x_TD.device)
+    launch.launch(x_TD.data_ptr(), weight_ED.data_ptr(), logits_TE.data_ptr())
+    return logits_TE
+
+
+@functools.lru_cache(MOST_LAUNCHES)
+def _multiplying(tokens: int, experts: int, units: int, device: torch.device) -> Blank:
+    """The launch that computes logits of these sizes: of the addresses of tokens, weights and logits."""
+    return addressed(
+        _kernel(VARIANT, device),
+        args=[..., ..., tokens, experts, units, ...],
         grid=-(-experts // EXPERTS) * -(-tokens // TOKENS),
         block=THREADS,
         smem=4 * THREADS // 32 * EXPERTS * TOKENS,
-        args=[x_TD.contiguous(), weight_ED, tokens, experts, width // UNIT, logits_TE],
         dependent=True,
     )
-    return logits_TE
 
 
 def why_not_halves(halves: Tensor) -> str | None:
@@ -64,7 +74,7 @@ def add_halves(halves_2N: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-@functools.lru_cache(64)
+@functools.lru_cache(MOST_LAUNCHES)
 def _adding(units: int, device: torch.device) -> Blank:
     """The launch that adds halves of so many units: of their address and the sum's."""
     args = [..., units, ...]
