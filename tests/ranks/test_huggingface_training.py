@@ -1,7 +1,9 @@
 """`Trainer` over ranks that hold other experts: the steps and the checkpoints of a plain model on one."""
 
+import importlib
 import importlib.util
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainerState, TrainingArguments
 
+import imbrex
 from imbrex.adapters.huggingface import replace_blocks, save_pretrained
 from imbrex.adapters.huggingface.blocks import moe_blocks
 from imbrex.adapters.huggingface.replaced import replaced_blocks
@@ -128,12 +131,31 @@ class Watched(ReplacedBlocks):
         super().on_pre_optimizer_step(args, state, control, model=model)
 
 
-def train(ranks: Ranks, folder: str, micro: int):
-    os.environ |= {"RANK": str(ranks.rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(ranks.rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "LOCAL_WORLD_SIZE": "2"}
-    model, ids = model_of("qwen3_moe"), torch.arange(6)
-    replace_blocks(model, ranks.group)
-    args = TrainingArguments(
+def shard_on_cpus() -> None:
+    """Accelerate shards on GPUs alone: have it take these CPUs for some."""
+    state_class: Any = importlib.import_module("accelerate.state").AcceleratorState
+    kinds: Any = importlib.import_module("accelerate.utils").DistributedType
+    begin = state_class.__init__
+
+    def sharding(state: Any, *arguments: Any, **options: Any) -> None:
+        begin(state, *arguments, **options)
+        if options.get("fsdp_plugin") is not None:
+            state.distributed_type, state.fsdp_plugin = kinds.FSDP, options["fsdp_plugin"]
+
+    state_class.__init__ = sharding
+
+
+SHARDED = {
+    "fsdp": True,
+    "fsdp_config": {
+        "transformer_layer_cls_to_wrap": ["Qwen3MoeDecoderLayer"],
+        "state_dict_type": "FULL_STATE_DICT",
+    },
+}
+
+
+def arguments(folder: str, micro: int, sharded: bool) -> TrainingArguments:
+    return TrainingArguments(
         folder,
         use_cpu=True,
         max_steps=2,
@@ -148,14 +170,29 @@ def train(ranks: Ranks, folder: str, micro: int):
         save_only_model=True,
         report_to=[],
         disable_tqdm=True,
+        **(SHARDED if sharded else {}),
     )
+
+
+def train(ranks: Ranks, folder: str, micro: int, sharded: bool):
+    if sharded:
+        shard_on_cpus()
+    os.environ |= {"RANK": str(ranks.rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(ranks.rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "LOCAL_WORLD_SIZE": "2"}
+    model, ids = model_of("qwen3_moe"), torch.arange(6)
+    replace_blocks(model, ranks.group)
+    args = arguments(folder, micro, sharded)
     rows = [{"input_ids": ids, "labels": ids}] * 16
     watched = Watched()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Trainer(model, args, train_dataset=rows, callbacks=[watched]).train()  # pyright: ignore
     assert watched.sync is None
+    assert {hasattr(p, "full_tensor") for p in imbrex.expert_parameters(model)} == {False}
+    assert hasattr(model.lm_head.weight, "full_tensor") == sharded
     assert not [str(one.message) for one in caught if "clip_grad_norm_" in str(one.message)]
+    if sharded:  # Trainer goes on from nothing then that has no optimizer's state
+        return far_from_hand(f"{folder}/checkpoint-2", ids[None], 2), watched.divided
     # Another model goes on from there.
     model, args.max_steps = model_of("qwen3_moe"), 3
     replace_blocks(model, ranks.group)
@@ -175,8 +212,46 @@ def pair() -> Iterator[Pool]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="Trainer wants accelerate")
-@pytest.mark.parametrize("micro", [1, 2])
-def test_trainer_makes_the_steps_of_a_plain_model(pair, tmp_path, micro):
-    for far, divided in pair.run(2, train, str(tmp_path), micro):
+@pytest.mark.parametrize(("micro", "sharded"), [(1, False), (2, False), (1, True)])
+def test_trainer_makes_the_steps_of_a_plain_model(pair, tmp_path, micro, sharded):
+    """With DDP, and where FSDP2 shards all but the experts."""
+    for far, divided in pair.run(2, train, str(tmp_path), micro, sharded):
         assert far < 1e-5
-        assert divided == [2 if micro == 1 else 1] * 3
+        assert divided == [2 if micro == 1 else 1] * (2 if sharded else 3)
+
+
+class Step:
+    """What an optimizer is to the callback."""
+
+    def __init__(self) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": [], "fused": True}]
+
+
+@pytest.mark.parametrize(
+    ("version", "ram", "best", "said"),
+    [
+        (1, False, False, "of Trainer's ways to shard, FSDP2 leaves a rank its own experts"),
+        (2, True, False, "without cpu_ram_efficient_loading"),
+        (2, False, True, "load_best_model_at_end=True: with FSDP2 Trainer reads a file"),
+        (2, False, False, ""),
+    ],
+)
+def test_of_the_ways_to_shard_one_leaves_experts_alone(
+    version: int, ram: bool, best: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = model_of("qwen3_moe"), Step()
+    (first, second), state = replace_blocks(model, None), TrainerState()
+    plugin = SimpleNamespace(fsdp_version=version, cpu_ram_efficient_loading=ram, ignored_modules=None)
+    states = SimpleNamespace(AcceleratorState=SimpleNamespace(_shared_state={"fsdp_plugin": plugin}))
+    monkeypatch.setitem(sys.modules, "accelerate.state", states)  # type: ignore[arg-type]
+    args = SimpleNamespace(device="cpu", load_best_model_at_end=best, save_strategy="no", max_grad_norm=1.0)
+    args.gradient_accumulation_steps, args.parallel_mode, args.gradient_checkpointing = 2, "none", False
+    args.gradient_checkpointing_kwargs, callback = None, ReplacedBlocks()
+    if said:
+        with pytest.raises(ValueError, match=said):
+            callback.on_init_end(args, state, None, model=model)
+        return
+    callback.on_init_end(args, state, None, model=model)
+    assert plugin.ignored_modules == [first.experts, second.experts]
+    callback.on_train_begin(args, state, None, model=model, optimizer=optimizer)
+    assert optimizer.param_groups[0]["fused"] is False

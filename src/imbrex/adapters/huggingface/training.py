@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Sized
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,23 @@ class ReplacedBlocks(TrainerCallback):
         self.own_save: Any = None
         self.sync: Any = None
 
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Have FSDP2, which shards the model as a training begins, leave the experts where they are."""
+        plugin = _fsdp_plugin()
+        if plugin is None:
+            return
+        if plugin.fsdp_version != 2 or plugin.cpu_ram_efficient_loading:
+            raise ValueError(
+                "ReplacedBlocks: of Trainer's ways to shard, FSDP2 leaves a rank its own experts, where each "
+                "rank has the model: give fsdp_config={'version': 2}, without cpu_ram_efficient_loading"
+            )
+        if args.load_best_model_at_end:
+            raise ValueError(
+                "ReplacedBlocks: load_best_model_at_end=True: with FSDP2 Trainer reads a file that "
+                "save_only_model=True leaves out; load the best checkpoint yourself, by from_pretrained"
+            )
+        plugin.ignored_modules = [layer.experts.to(args.device) for _, layer in replaced_blocks(model)]
+
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         blocks = replaced_blocks(model)
         if not blocks:
@@ -50,6 +68,8 @@ class ReplacedBlocks(TrainerCallback):
         _refuse_uneven([layer for _, layer in blocks], args, state.max_steps, others.get("train_dataloader"))
         if state.global_step > 0:
             _load_experts(model, _resumed(args, state))
+        if _fsdp_plugin() is not None:
+            _step_apart(others["optimizer"])
         # Trainer would clip before the gradients are all ranks', by the norm of one rank's experts.
         self.max_grad_norm, args.max_grad_norm = args.max_grad_norm or 0.0, 0.0
         # Trainer saves on one rank, in the middle of a step that the others go on with: see `on_save`.
@@ -80,6 +100,20 @@ class ReplacedBlocks(TrainerCallback):
         args.max_grad_norm = self.max_grad_norm
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             _load_experts(model, Path(state.best_model_checkpoint))
+
+
+def _fsdp_plugin() -> Any:
+    """The settings by which Trainer shards with FSDP, or `None`. They are accelerate's, which is not
+    imported where Trainer has not; to make another of its states would change the one that there is."""
+    states: Any = sys.modules.get("accelerate.state")
+    return None if states is None else vars(states.AcceleratorState)["_shared_state"].get("fsdp_plugin")
+
+
+def _step_apart(optimizer: Any) -> None:
+    """Have an optimizer step through parameters one at a time: torch's faster ways refuse groups of which
+    FSDP2 shards some and not the experts."""
+    for group in optimizer.param_groups:
+        group.update({way: False for way in ("fused", "foreach") if way in group})
 
 
 def _refuse_uneven(layers: list[imbrex.MoELayer], args: Any, steps: int, loader: Any) -> None:
