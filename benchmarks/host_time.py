@@ -1,10 +1,11 @@
 """What does a layer over NVLink, or a call of DeepEP's, cost the host before the GPU has anything to do?
 `python benchmarks/host_time.py`, on any machine, no GPU.
 
-Python and torch's dispatcher run as on a GPU; kernels do nothing, so the rows mean nothing. A launch packs
-its arguments and ends there, memory is the CPU's, and the ranks are one, which waits for nobody: times leave
-out the driver's launches (2 to 5 us each on a GPU) and the meeting of hosts. Calls of Python functions and of
-torch's operators are counted exactly; times are medians, for comparing versions on one machine.
+Python and torch's dispatcher run as on a GPU, with tensors that say they are one's; kernels do nothing, so
+the rows mean nothing. Only the driver's call of a launch and torch's products are left out, memory is the
+CPU's, and the ranks are one, which waits for nobody: times lack the launches (2 to 5 us each on a GPU), the
+products and the meeting of hosts. Calls of Python functions and of torch's operators are counted exactly;
+times are medians, for comparing versions on one machine.
 
 `--gpu` times the layer itself on a GPU, one rank, until the call returns, with nothing queued before it, and
 writes results/host_time.json; with checksums of what it gives, by which versions are told to have the same

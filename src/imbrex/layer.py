@@ -184,13 +184,14 @@ class MoELayer(nn.Module):
         if autocast_on(x):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         compiling = torch.compiler.is_compiling()
+        gate = self.gate  # which nn.Module finds in a call of Python's, after an error that it hides
         if not compiling:
-            self._check(x, kept_TK)
+            self._check(x, kept_TK, together=gate.is_collective)
         flat = x.dim() == 2
         x_TD = x if flat else x.reshape(-1, x.shape[-1])
         num_sequences = max(x.shape[0], 1) if x.dim() == 3 else 1
         after = self._check_in_traced(x_TD) if compiling else None
-        route = self._observed if self.exchange.dispatcher.observer.enabled else self.gate
+        route = self._observed if self.exchange.dispatcher.observer.enabled else gate
         routing = route(x_TD, num_sequences=num_sequences, kept_TK=kept_TK, after=after)
         shared = None if self.shared_expert is None else lambda: self._shared(x_TD)
         if self.mean_over > 1 and torch.is_grad_enabled():
@@ -360,9 +361,9 @@ class MoELayer(nn.Module):
 
         return rows
 
-    def _check(self, x: Tensor, kept_TK: Tensor | None) -> None:
-        """Raise ValueError on every rank if one has an input of a wrong shape, dtype or mask. With a router
-        that sums over the global batch all ranks check in first: the others would wait in its sums."""
+    def _check(self, x: Tensor, kept_TK: Tensor | None, *, together: bool) -> None:
+        """Raise ValueError on every rank if one has an input of a wrong shape, dtype or mask. together: the
+        router sums over the global batch, so all ranks check in first: the others would wait in its sums."""
         if self.routing is None:
             refuse_ddp(self.experts, self.ranks)
             refuse_sharded(self.experts, self.ranks)
@@ -379,7 +380,7 @@ class MoELayer(nn.Module):
             if not isinstance(kept_TK, Tensor):  # tell the others of it as a mask of a wrong dtype
                 kept_TK = torch.zeros(expected, dtype=torch.int64, device=x.device)
             wrong = kept_TK.shape != expected or kept_TK.dtype != torch.bool or kept_TK.device != x.device
-        together, problem = self.gate.is_collective, None
+        problem = None
         try:
             if wrong or together:
                 self.exchange.check_in(x, kept_TK=kept_TK, alone=not together)

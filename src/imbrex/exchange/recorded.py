@@ -100,24 +100,19 @@ class Record(NamedTuple):
     last: Any
 
 
-class Past(NamedTuple):
-    """A forward, as its backward needs it besides tensors. key: the dispatcher's. shape: T and K."""
+class Pattern(NamedTuple):
+    """The calls of a dispatcher that differ in nothing but addresses. size: the part of their records' keys
+    that tells them from others. key: the dispatcher's. choices: K. one_launch: that of the experts."""
 
     memory: Memory
     size: Any
     key: int
-    shape: torch.Size
-
-
-class Call(NamedTuple):
-    """A call that ranks have agreed upon. size: the part of a record's key that tells calls of this kind from
-    others. one_launch: that of the experts."""
-
-    kernels: NvlinkExchange
-    part: Part
-    memory: Memory
-    size: Any
+    choices: int
     one_launch: bool | None
+
+
+Call = tuple[NvlinkExchange, Part, Pattern]
+"""A call that ranks have agreed upon."""
 
 
 def _sizes(shape: lay.Shape) -> Sizes:
@@ -146,7 +141,7 @@ class Recorder:
     def __init__(self, dispatcher: KernelDispatcher) -> None:
         # With a strong reference a dropped layer would keep its heaps until Python collects cycles.
         self.dispatcher: KernelDispatcher = weakref.proxy(dispatcher)
-        self._memories: dict[Any, Memory] = {}
+        self._patterns: dict[Any, Pattern] = {}
         self._scratches: dict[Any, Scratch] = {}
         self._records: dict[Any, Record] = {}
         self._served: torch.Size | None = None
@@ -154,7 +149,7 @@ class Recorder:
 
     def forget(self) -> None:
         """Drop all records: experts have moved, or choices are counted from now on."""
-        self._memories.clear()
+        self._patterns.clear()
         self._scratches.clear()
         self._records.clear()
         self._served = None
@@ -182,13 +177,14 @@ class Recorder:
         kernels = dispatcher.kernels_for(part)
         one_launch = experts.one_launch
         size = kernels.serial, part.max_tokens, part.backward, keep, weights[1].shape, one_launch
-        memory = self._memories.get(size)
-        if memory is None:
+        pattern = self._patterns.get(size)
+        if pattern is None:
             memory = self._plan(kernels, part, weights, keep)
             if memory is None or sum(memory.nbytes) > MOST_BYTES:
                 return self._by_steps(part, x_TD, routing, weights, added_TD, one_launch)
-            self._memories[size] = memory
-        call = Call(kernels, part, memory, size, one_launch)
+            pattern = Pattern(memory, size, dispatcher.key, routing.ids_TK.shape[1], one_launch)
+            self._patterns[size] = pattern
+        call = kernels, part, pattern
         if keep:
             y_TD: Any = _Whole.apply(*leaves, added_TD, (self, call, routing.ids_TK))
             return y_TD
@@ -204,12 +200,12 @@ class Recorder:
         """Launch the kernels of a call, from a record if there is one: y_TD, and the pieces of memory.
         tokens: they, their ids and their weights. weights: the experts'. added_TD: what is added to the sums,
         or `None`."""
-        kernels, (x_TD, ids_TK, weights_TK) = call.kernels, tokens
-        pieces = [new_piece(nbytes, x_TD.device) for nbytes in call.memory.nbytes]
+        (kernels, part, pattern), (x_TD, ids_TK, weights_TK) = call, tokens
+        pieces = [new_piece(nbytes, x_TD.device) for nbytes in pattern.memory.nbytes]
         y_TD = torch.empty_like(x_TD)
-        buffer = 0 if call.part.is_small else kernels.next_buffer("pull", peek=True)
+        buffer = 0 if part.is_small else kernels.next_buffer("pull", peek=True)
         at = [tensor.data_ptr() for tensor in (*pieces, *weights)]
-        key = call.size, x_TD.shape[0], buffer, added_TD is not None, *at
+        key = pattern.size, x_TD.shape[0], buffer, added_TD is not None, *at
         record = self._records.get(key)
         if record is None:
             self._launch_recording(key, call, pieces, tokens, weights, added_TD, y_TD)
@@ -236,7 +232,8 @@ class Recorder:
             return None
         if dispatcher.observer.enabled or dispatcher.transport.capturing:
             return None
-        if down.shape != self._served and not self._serves(down.shape):
+        shape = down.shape
+        if shape != self._served and not self._serves(shape):
             return None
         if not x_TD.dtype == gate_up.dtype == down.dtype == DTYPE or x_TD.dim() != 2 or not x_TD.shape[0]:
             return None
@@ -306,7 +303,7 @@ class Recorder:
         y_TD: Tensor,
     ) -> None:
         """Launch the kernels of a call in the usual way, and keep the record."""
-        kernels, part, memory, *_ = call
+        kernels, part, (memory, *_, one_launch) = call
         sms, choosing, load = self.dispatcher.sms, self.dispatcher.choosing, self.dispatcher.transport.load
         words, rows_RD, *groups, gate_up_RG, act_RF, out_RD = (place.of(pieces) for place in memory[:9])
         routed = Routed.of_words(words, _sizes(kernels.shape))
@@ -321,7 +318,7 @@ class Recorder:
                 run_spread(routed, len(rows_RD), len(weights[1]), row_groups, load=load)
                 expected = 0
             news = {"expected": expected, "hits": row_groups.hits}
-            plan = Groups(row_groups.plan, **news, one_launch=call.one_launch)
+            plan = Groups(row_groups.plan, **news, one_launch=one_launch)
             into, also = (act_RF, out_RD, row_groups.weights), gate_up_RG if len(gate_up_RG) else None
             how = {"sizes": weights[1].shape[1:], "keep": also is not None, "elsewhere": False}
             products = 2 - (both.why_not_both(plan, **how) is None)
@@ -348,7 +345,7 @@ class Recorder:
 
     def launch_back(
         self,
-        past: Past,
+        pattern: Pattern,
         saved: Sequence[Tensor],
         d_y_TD: Tensor,
         needs: tuple[bool, bool, bool, bool],
@@ -356,7 +353,7 @@ class Recorder:
         """Launch the kernels of a backward: gradients of tokens, of their choices' weights, of gate_up and of
         down, each `None` if not needed. `None` in place of all if the caller is to take the steps. saved: the
         piece of memory that the forward kept, and both weights."""
-        (memory, size, _, (_, choices)), (piece, *weights) = past, saved
+        (memory, size, _, choices, _), (piece, *weights) = pattern, saved
         dispatcher = self.dispatcher
         if dispatcher.observer.enabled or dispatcher.transport.capturing:
             return None
@@ -436,7 +433,7 @@ class _Whole(Node):
         weights = gate_up_eGD, down_eDF
         y_TD, pieces = recorder.launch(call, (x_TD, ids_TK, weights_TK), weights, added_TD)
         ctx.save_for_backward(pieces[0], *weights)
-        ctx.past = Past(call.memory, call.size, recorder.dispatcher.key, weights_TK.shape)
+        *_, ctx.pattern = call
         ctx.consumed = False
         ctx.set_materialize_grads(False)
         return y_TD
@@ -450,9 +447,9 @@ class _Whole(Node):
         d_added_TD = d_y_TD if ctx.needs_input_grad[4] else None
         saved_tensors, as_operators = ctx.saved_tensors, traced(d_y_TD)
         if not (ctx.consumed or as_operators):
-            dispatcher: Any = autograd.dispatcher_by(ctx.past.key)
+            dispatcher: Any = autograd.dispatcher_by(ctx.pattern.key)
             results = dispatcher.recorder.launch_back(
-                ctx.past, saved_tensors, d_y_TD, ctx.needs_input_grad[:4]
+                ctx.pattern, saved_tensors, d_y_TD, ctx.needs_input_grad[:4]
             )
             if results is not None:
                 ctx.consumed = True
@@ -465,14 +462,14 @@ def _backward_by_steps(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of tokens, of their choices' weights, of gate_up and of down, each `None` if not needed.
     saved_tensors: the piece of memory that the forward kept, and both weights."""
-    past, (piece, gate_up_eGD, down_eDF) = ctx.past, saved_tensors
-    words, rows_RD, weights_R, plan, gate_up_RG = parts_of(past.memory, piece)
+    pattern, (piece, gate_up_eGD, down_eDF) = ctx.pattern, saved_tensors
+    words, rows_RD, weights_R, plan, gate_up_RG = parts_of(pattern.memory, piece)
     if ctx.consumed:  # by a backward that retained the graph: computed again, the same bits
         gate_up_RG = gate_up_RG[:0]
     ctx.consumed = ctx.consumed or not as_operators
     x, choices, gate_up, down, *_ = ctx.needs_input_grad
     run: Any = autograd.combine_backward_op if as_operators else autograd.run_combine_backward
-    d_out_RD, _ = run(d_y_TD, None, weights_R, [words], past.key)
+    d_out_RD, _ = run(d_y_TD, None, weights_R, [words], pattern.key)
     saved = Saved(rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG)
     results = ffn_backward(d_out_RD, saved, (x or choices, gate_up, down), as_operators=as_operators)
     d_rows_RD, d_gate_up, d_down, d_weights_R = results
@@ -480,7 +477,7 @@ def _backward_by_steps(
     if not (x or choices):
         return None, None, d_gate_up, d_down
     run = autograd.dispatch_backward_op if as_operators else autograd.run_dispatch_backward
-    d_x_TD, d_weights_TK = run(d_rows_RD, d_weights_R, [words], *past.shape, past.key)
+    d_x_TD, d_weights_TK = run(d_rows_RD, d_weights_R, [words], d_y_TD.shape[0], pattern.choices, pattern.key)
     return d_x_TD if x else None, d_weights_TK if choices else None, d_gate_up, d_down
 
 

@@ -76,7 +76,7 @@ def batch_of(names: tuple[str, ...], sequences: int, ranks: int) -> Batch:
 
 def by_name(names: tuple[str, ...], losses: Sequence[Tensor]) -> dict[str, Tensor]:
     """Losses in the order of `NAMES`, by those that are in `names`."""
-    return dict(zip((n for n in NAMES if n in names), losses, strict=True)) if names else {}
+    return dict(zip((n for n in NAMES if n in names), losses, strict=True))
 
 
 def only(kept_TK: Tensor | None, ids_TK: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def gate_by_kernels(
     of = batch_of(names, num_sequences if x_TD.shape[0] else 0, batch.num_ranks)
     how = bias_E, choice, of, (batch.names, batch.sizes)
     ids_TK, weights_TK, *losses = _Gate.apply(x_TD, weight_ED, how)
-    return ids_TK, weights_TK, by_name(names, losses)
+    return ids_TK, weights_TK, by_name(names, losses) if losses else {}
 
 
 class _Gate(Node):

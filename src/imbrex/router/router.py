@@ -207,12 +207,12 @@ class Router(nn.Module):
         self.e_score_correction_bias += speed * (counts_E.mean() - counts_E).sign().float()
 
     def _check(self, x_TD: Tensor, width: int, num_sequences: int, kept_TK: Tensor | None) -> None:
-        if x_TD.dim() != 2 or x_TD.shape[1] != width or not x_TD.is_floating_point():
+        shape = x_TD.shape
+        if len(shape) != 2 or shape[1] != width or not x_TD.is_floating_point():
             raise ValueError(
-                f"Router: tokens of shape {tuple(x_TD.shape)} and {x_TD.dtype}; pass floating point "
-                f"[T, {width}]"
+                f"Router: tokens of shape {tuple(shape)} and {x_TD.dtype}; pass floating point [T, {width}]"
             )
-        tokens = x_TD.shape[0]
+        tokens = shape[0]
         if num_sequences < 1 or tokens % num_sequences:
             raise ValueError(
                 f"Router: num_sequences={num_sequences} does not divide the {tokens} tokens of this rank; "

@@ -105,11 +105,12 @@ def run_choose(
     """Ids int64 [T, K], best first, of equal ones the lowest, and weights float32 [T, K]. bias_E: float32
     [E], added to scores for the selection only. kept_TK: bool, of any strides; the ids of the others are -1.
     """
-    ids_TK, weights_TK = _results(logits_TE, choice)
-    if logits_TE.shape[0]:
+    shape, device = logits_TE.shape, logits_TE.device
+    ids_TK, weights_TK = _results(shape[0], choice, device)
+    if shape[0]:
         mask, strides = (0, (0, 0)) if kept_TK is None else (kept_TK.data_ptr(), kept_TK.stride())
         bias = 0 if bias_E is None else bias_E.data_ptr()
-        launch = _choosing(logits_TE.shape, choice, strides, logits_TE.device)
+        launch = _choosing(shape, choice, strides, device)
         launch.launch(logits_TE.data_ptr(), bias, mask, ids_TK.data_ptr(), weights_TK.data_ptr())
     return ids_TK, weights_TK
 
@@ -134,7 +135,7 @@ def run_choose_and_sum(
     length = tokens // max(sequences, 1)
     chunk = WARPS * max(1, -(-tokens // (WARPS * MOST_CHUNKS)))
     blocks, values, all_chunks = -(-experts // 32), _values(experts), sequences * -(-length // chunk)
-    ids_TK, weights_TK = _results(logits_TE, choice)
+    ids_TK, weights_TK = _results(tokens, choice, device)
     # Mass and counts of the chunks, their squares, parts of the blocks and how many of them have come; that
     # becomes 0 in the first launch, where there is one.
     room = torch.empty if tokens else torch.zeros
@@ -178,9 +179,10 @@ def run_choose_backward(
 ) -> Tensor:
     """d_logits_TE from the gradient of the weights. in_parts: as two bfloat16 numbers [T, 2E] whose sum it
     is, to 15 or 16 bits: the first ones of all experts, then the others."""
-    result = _gradient(logits_TE, in_parts)
-    if logits_TE.shape[0]:
-        launch = _going_back(logits_TE.shape, choice, in_parts, logits_TE.device)
+    shape, device = logits_TE.shape, logits_TE.device
+    result = _gradient(shape, in_parts, device)
+    if shape[0]:
+        launch = _going_back(shape, choice, in_parts, device)
         inputs = logits_TE.data_ptr(), ids_TK.data_ptr(), d_weights_TK.data_ptr()
         launch.launch(*inputs, result.data_ptr())
     return result
@@ -210,7 +212,7 @@ def run_losses_backward(
     (tokens, experts), (terms, counts_SE) = logits_TE.shape, sums
     d_weights_TK, *d_losses = gradients
     more = *d_losses, terms, counts_SE, tokens // max(counts_SE.shape[0], 1), ranks
-    result = _gradient(logits_TE, in_parts)
+    result = _gradient(logits_TE.shape, in_parts, logits_TE.device)
     inputs = logits_TE, ids_TK, d_weights_TK
     args = _backward_args(inputs, logits_TE.shape, choice, more, result, in_parts)
     if tokens:
@@ -219,11 +221,10 @@ def run_losses_backward(
     return result
 
 
-def _gradient(logits_TE: Tensor, in_parts: bool) -> Tensor:
-    """Room for d_logits_TE, or for its two parts."""
-    tokens, experts = logits_TE.shape
+def _gradient(shape: torch.Size, in_parts: bool, device: torch.device) -> Tensor:
+    """Room for the gradient of logits of this shape, or for its two parts."""
     kind = torch.bfloat16 if in_parts else torch.float32
-    return torch.empty((tokens, (1 + in_parts) * experts), dtype=kind, device=logits_TE.device)
+    return torch.empty((shape[0], (1 + in_parts) * shape[1]), dtype=kind, device=device)
 
 
 def _backward_args(
@@ -240,8 +241,8 @@ def _backward_args(
     return [*inputs, *shape, *rule, *more, *((None, result) if in_parts else (result, None))]
 
 
-def _results(logits_TE: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
-    shape, device = (logits_TE.shape[0], choice.top_k), logits_TE.device
+def _results(tokens: int, choice: Choice, device: torch.device) -> tuple[Tensor, Tensor]:
+    shape = tokens, choice.top_k
     ids_TK = torch.empty(shape, dtype=torch.int64, device=device)
     return ids_TK, torch.empty(shape, dtype=torch.float32, device=device)
 
