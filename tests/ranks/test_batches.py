@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import imbrex
-from imbrex.parallel.batches import even
+from imbrex.parallel.batches import even, in_step
 from tests.ranks.pool import Pool, Ranks
 
 CONFIG = imbrex.MoEConfig(hidden_size=4, intermediate_size=4, num_experts=4, top_k=2)
@@ -72,3 +72,48 @@ def run_dry(ranks: Ranks, schedule: str) -> bool:
 @pytest.mark.parametrize("schedule", ["serial", "optsche-2"])
 def test_a_rank_may_go_on_without_tokens(pool: Pool, schedule: str) -> None:
     assert all(pool.run(2, run_dry, schedule))
+
+
+def evaluate(ranks: Ranks, numbers: list[int], how: str) -> tuple[bool, str]:
+    """Whether outputs of unequally many batches are those of one process; and the error of a rank that has
+    one in its loop, which stops nobody."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), imbrex.MoELayer(CONFIG, ranks.group)).eval()
+    batches = [torch.full((1 + ranks.rank, 4), float(n)) for n in range(numbers[ranks.rank])]
+    expected, outputs, said = [], [], ""
+    with torch.no_grad():
+        for n in range(max(numbers)):  # what all ranks call together
+            expected.append(model(torch.full((1 + ranks.rank, 4), float(n))))
+        try:
+            with in_step(model):
+                for x in batches:
+                    outputs.append(model(x))
+                if how == "raises" and ranks.rank == 1:
+                    raise KeyError("no such label")
+                if how == "trains" and ranks.rank == 1:
+                    model.train()(torch.ones(1, 4))
+        except (KeyError, ValueError) as error:
+            said = str(error)
+    return all(torch.equal(*pair) for pair in zip(outputs, expected, strict=False)), said
+
+
+@pytest.mark.parametrize("numbers", [[3, 1], [0, 2], [0, 0]])
+def test_ranks_evaluate_as_many_batches_as_they_have(pool: Pool, numbers: list[int]) -> None:
+    assert pool.run(2, evaluate, numbers, "") == [(True, "")] * 2
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("raises", "'no such label'"), ("trains", "this model is training")]
+)
+def test_a_rank_that_fails_in_its_loop_helps_the_others(pool: Pool, how: str, said: str) -> None:
+    (first, nothing), (second, told) = pool.run(2, evaluate, [3, 1], how)
+    assert (first, second, nothing) == (True, True, "")
+    assert said in told
+
+
+def test_models_that_nobody_helps_are_refused(pool: Pool) -> None:
+    with (
+        pytest.raises(ValueError, match="in_step: the model has no MoELayer"),
+        in_step(torch.nn.Linear(2, 2)),
+    ):
+        pass

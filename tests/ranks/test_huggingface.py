@@ -14,6 +14,7 @@ from imbrex.adapters.huggingface import (
     moe_config,
     replace_blocks,
 )
+from imbrex.parallel.batches import in_step
 from imbrex.placement import from_slots
 from tests.ranks.pool import PRELOADED, Ranks
 from tests.tiny_models import model_of
@@ -130,6 +131,29 @@ def batched_continuously(ranks: Ranks):
     given = {"generation_config": settings, "continuous_batching_config": sizes}
     together = model.generate_batch(prompts, **given)
     return [list(t.generated_tokens) for t in together.values()], [tokens.tolist() for tokens in alone]
+
+
+def batched_apart(ranks: Ranks, numbers: tuple[int, ...]):
+    """The tokens of other requests on every rank, of none on some, and those of each request alone."""
+    prompts = [[1 + ranks.rank, 2, 3], [4, 5, 6, 7, 8 + ranks.rank], [9, 10]][: numbers[ranks.rank]]
+    settings = GenerationConfig(
+        max_new_tokens=5 + ranks.rank, do_sample=False, eos_token_id=31, pad_token_id=0
+    )
+    model = model_of("qwen3_moe").eval()
+    alone = [model.generate(torch.tensor([p]), generation_config=settings)[0, len(p) :] for p in prompts]
+    replace_blocks(model, ranks.group)
+    sizes = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=16)
+    with in_step(model):
+        together = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=sizes)
+    return [list(t.generated_tokens) for t in together.values()], [tokens.tolist() for tokens in alone]
+
+
+@pytest.mark.parametrize("numbers", [(3, 1), (0, 2)])
+def test_continuous_batching_of_other_requests_on_every_rank(pool, numbers):
+    ran = pool.run(2, batched_apart, numbers)
+    assert [len(together) for together, _ in ran] == list(numbers)
+    for together, alone in ran:
+        assert together == alone
 
 
 def test_continuous_batching_of_the_same_requests_on_every_rank(pool):

@@ -1,8 +1,11 @@
-"""Batches for ranks whose loaders end at different steps.
+"""Batches for ranks that have unequal numbers of them.
 
-    for batch in even(loader, torch.distributed.group.WORLD):
+    for batch in even(loader, torch.distributed.group.WORLD):   # a training ends with the shortest loader
         loss_of(model, batch).backward()
         ...
+    with in_step(model):                                        # inference goes on until all have ended
+        for batch in requests:
+            model(batch)
 
 Every rank of a layer takes part in every call, so a rank that leaves its loop earlier leaves the others
 waiting for it. Here ranks tell each other, before every step, whether they have a batch.
@@ -11,20 +14,25 @@ waiting for it. Here ranks tell each other, before every step, whether they have
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from imbrex.exchange.agreement import raise_together
+from imbrex.layer import MoELayer
+from imbrex.parallel.buckets import moe_layers
 from imbrex.runtime import waits
 from imbrex.runtime.words import words
 from imbrex.transport.collective import Collective
 from imbrex.transport.groups import hosts_of
 
-__all__ = ["even"]
-"""The name for adapters."""
+__all__ = ["even", "in_step"]
+"""The names for adapters."""
 
 Batch = TypeVar("Batch")
 
@@ -59,11 +67,7 @@ def even(batches: Iterable[Batch], group: dist.ProcessGroup | None) -> Iterator[
 
 def _all_have_one(hosts: dist.ProcessGroup, ended: bool, problem: Exception | None, number: int) -> bool:
     """Whether every rank has another batch, which this rank has unless it has `ended` or has a `problem`."""
-    own = words(ended, problem is not None)
-    flags = own.new_empty(hosts.size() * len(own))
-    tell = partial(waits.all_gather_single, flags, own, group=hosts, async_op=True)
-    waits.run("the next batch", tell, on_host=True, group=hosts)
-    flags_W = flags.view(-1, len(own)).tolist()
+    flags_W = _tell(hosts, words(ended, problem is not None)).tolist()
     if any(wrong for _, wrong in flags_W):
         try:
             text = None if problem is None else f"the loader raised {problem!r}"
@@ -79,3 +83,67 @@ def _all_have_one(hosts: dist.ProcessGroup, ended: bool, problem: Exception | No
             stacklevel=3,
         )
     return not short_ranks
+
+
+@contextmanager
+def in_step(model: nn.Module) -> Iterator[None]:
+    """A context in which every rank calls `model` for inference as often as it likes, or never: evaluation of
+    unequal numbers of batches, or continuous batching of other requests on every rank.
+
+    Before a call ranks tell each other, by one message between hosts. A rank that has left its batches behind
+    goes on in the layers alone, without tokens, until all ranks have: so leaving the context waits for all.
+    Collective: every rank enters it. Calls must be seen by Python, so they are no replays of CUDA graphs.
+
+    Raises ValueError where the model has no MoELayer, where its ranks must have the same tokens, and in a
+    call of a model that is training: its backward would not be shared.
+    """
+    layers = moe_layers(model)
+    if not layers or any(layer.exchange.transport.replicated for layer in layers):
+        raise ValueError(
+            "in_step: the model has no MoELayer, or one by transport 'allreduce', whose ranks have the same "
+            "tokens; call the model on every rank"
+        )
+    ranks = layers[0].ranks
+    groups = [hosts_of(g) for g in (ranks.group, ranks.data_group) if g is not None and g.size() > 1]
+
+    def call(module: nn.Module, *_: object) -> None:
+        if module.training:
+            raise ValueError("in_step: this model is training; call model.eval(), or see batches.even")
+        _anybody_calls(groups, mine=True)
+
+    hook = model.register_forward_pre_hook(call)
+    try:
+        yield
+    except waits.RankLostError:
+        raise
+    except BaseException:
+        hook.remove()
+        _help(groups, layers)
+        raise
+    else:
+        hook.remove()
+        _help(groups, layers)
+
+
+@torch.no_grad()
+def _help(groups: Sequence[dist.ProcessGroup], layers: Sequence[MoELayer]) -> None:
+    """Take part, without tokens, in the calls of others, until there are none."""
+    while groups and _anybody_calls(groups, mine=False):
+        for layer in layers:
+            weight = next(layer.experts.parameters())
+            layer(weight.new_zeros(0, layer.config.hidden_size))
+
+
+def _anybody_calls(groups: Sequence[dist.ProcessGroup], *, mine: bool) -> bool:
+    """Whether this rank or another one calls the model now."""
+    for group in groups:
+        mine = bool(_tell(group, words(mine)).any())
+    return mine
+
+
+def _tell(hosts: dist.ProcessGroup, own: Tensor) -> Tensor:
+    """The numbers of every rank, [W, n], on the host."""
+    numbers = own.new_empty(hosts.size() * len(own))
+    tell = partial(waits.all_gather_single, numbers, own, group=hosts, async_op=True)
+    waits.run("the next batch", tell, on_host=True, group=hosts)
+    return numbers.view(hosts.size(), -1)
