@@ -62,6 +62,25 @@ def _times(op: str) -> Table:
     return Table(head=head, body=lines, rows=used)
 
 
+def tokens() -> Table:
+    """Milliseconds of a token of greedy answers, as models are and captured."""
+    sides = {"transformers": "transformers", "transformers-ep": "their EP", "imbrex": "blocks"}
+    found: dict[tuple[str, int, int, int], dict[str, Row]] = {}
+    for row in read("captured"):
+        case = row["case"]
+        found.setdefault((case["model"], case["layers"], case["W"], case["B"]), {})[row["impl"]] = row
+    lines, used = [], []
+    for (model, layers, world, batch), of in sorted(found.items()):
+        graph, eager = of["imbrex-captured"], [of[name] for name in sides if name in of]
+        times = [f"{of[name]['median_us'] / 1e3:.1f}" if name in of else "-" for name in sides]
+        times.append(f"{graph['median_us'] / 1e3:.1f}")
+        best = min(row["median_us"] for row in eager) / graph["median_us"]
+        lines.append([f"{model}, {layers}", world, batch, *times, f"{best:.1f}"])
+        used += [*eager, graph]
+    head = ("model, layers", "GPUs", "sequences a rank", *sides.values(), "captured", "gain")
+    return Table(head=head, body=lines, rows=used)
+
+
 def mean() -> str:
     """A sentence: how much faster in the mean than the best of transformers' own ways, where DDP ran too."""
     raced = [sides for sides in cases("step") if "transformers-ddp" in sides]

@@ -71,7 +71,12 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
         "one gpu": events.one_gpu,
         "layers": events.layers,
     },
-    "docs/huggingface.md": {"steps": models.steps, "mean": models.mean, "prefill": models.prefill},
+    "docs/huggingface.md": {
+        "tokens": models.tokens,
+        "steps": models.steps,
+        "mean": models.mean,
+        "prefill": models.prefill,
+    },
     "docs/serving.md": {
         "two gpus": serve.steps,
         "one gpu": serve.one_gpu,

@@ -6,7 +6,8 @@ from docs.tables.results import Row, Table, read, select
 
 WAYS = {
     "nvlink": "imbrex",
-    "nvlink-fp8": "imbrex, fp8",
+    "nvlink-fp8": "rows and experts in fp8",
+    "nvlink-fp8-experts": "experts in fp8",
     "gather-scatter": "AllGather, ReduceScatter",
     "transformers": "the same, transformers' experts",
     "alltoall": "all-to-all",

@@ -362,12 +362,13 @@ class Dispatcher(Protocol):
         """Tell every rank whether this input can be dispatched; raise ValueError on all if one rank's cannot.
         before: the number of parts that `agree` gets next, whose message may say that all is well."""
 
-    def agree(self, parts: Sequence[tuple[Tensor, Routing]]) -> Sequence[Any]:
-        """The plans of several dispatches: what ranks must know before rows move. Checks like `check_in`."""
+    def agree(self, parts: Sequence[tuple[Tensor, Routing]], form: RowForm = ...) -> Sequence[Any]:
+        """The plans of several dispatches: what ranks must know before rows move. Checks like `check_in`.
+        form: of rows, on this rank."""
         ...
 
     def dispatch(self, plan: Any, x_TD: Tensor, weights_TK: Tensor, form: RowForm = ...) -> Crossing[Arrived]:
-        """Send tokens to the ranks of their experts. form: the one that `form_of` returned."""
+        """Send tokens to the ranks of their experts. form: as in `agree`, the one that `form_of` returned."""
         ...
 
     def combine(

@@ -11,11 +11,13 @@ from torch import Tensor
 import imbrex
 from imbrex.codec.fp8 import Fp8
 from imbrex.contracts import Dispatched, RowForm
+from imbrex.exchange import nvlink_fit
 from imbrex.placement import from_slots
 from tests.emulated import kernel
 from tests.ranks.emulated_nvlink import EmulatedNvlink
 from tests.ranks.pool import Pool, Ranks
 
+FEW_TOKENS = nvlink_fit.FEW_TOKENS
 WIDTH, TOKENS = 1536, (5, 3, 0, 8)
 FP8_FIRST = RowForm.FP8, RowForm.ROWS
 SLOTS = {4: [[0, 1], [2, 3, 0], [4, 5], [1, -1]], 2: [[0, 1, 2], [3, 4, 5]], 1: [[0, 1, 2, 3, 4, 5]]}
@@ -37,10 +39,17 @@ def draw(rank: int, tokens: int, device: str) -> tuple[Tensor, imbrex.Routing]:
 
 
 def make_exchange(ranks: Ranks, transport: str, codec: Any, slots: list[list[int]], **more: Any):
+    """transport: `nvlink-many` serves small batches as it does large ones."""
+    nvlink_fit.FEW_TOKENS = -1 if transport == "nvlink-many" else FEW_TOKENS
+    transport = transport.removesuffix("-many")
     emulated = transport == "nvlink" and ranks.device == "cpu"
     moves = EmulatedNvlink(ranks.group) if emulated else transport
     placement = from_slots(slots, 6)
     return imbrex.Exchange(placement, WIDTH, 3, group=ranks.group, transport=moves, codec=codec, **more)
+
+
+def bits(rows_RD: Tensor) -> Tensor:
+    return rows_RD.contiguous().view(torch.int16)
 
 
 def run_dispatch(ranks: Ranks, transport: str, tensor: int) -> list[bool]:
@@ -56,6 +65,13 @@ def run_dispatch(ranks: Ranks, transport: str, tensor: int) -> list[bool]:
         wanted, found = plain.dispatch(x_TD, routing), ours.dispatch(x_TD, routing, forms=FP8_FIRST)
         rows = len(wanted.rows_RD)
         encoded = Fp8.e4m3().encode(wanted.rows_RD, torch.bfloat16)
+        if transport == "nvlink":  # so few rows come as they are, and experts write the codec's bytes
+            assert found.scales_RB is None
+            same += [
+                found.form is RowForm.ROWS,
+                torch.equal(bits(found.rows_RD[:rows]), bits(wanted.rows_RD)),
+            ]
+            continue
         assert found.scales_RB is not None
         parts = found.rows_RD[:rows], found.scales_RB[:rows]
         bytes_RB = torch.cat([part.contiguous().view(torch.uint8) for part in parts], 1)
@@ -76,12 +92,12 @@ def run_dispatch(ranks: Ranks, transport: str, tensor: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("transport", ["nvlink", "alltoall", "allgather"])
+@pytest.mark.parametrize("transport", ["nvlink", "nvlink-many", "alltoall", "allgather"])
 def test_rows_are_what_the_codec_writes(pool: Pool, transport: str, tensor: int) -> None:
-    if transport == "nvlink" and not kernel.available():
+    if transport.startswith("nvlink") and not kernel.available():
         pytest.skip("the emulation needs g++")
     for same in pool.run(4, run_dispatch, transport, tensor):
-        assert same == [True] * 12
+        assert same == [True] * (4 if transport == "nvlink" else 12)
 
 
 class Noting(torch.nn.Module):
@@ -159,5 +175,6 @@ def run_chunks(ranks: Ranks, transport: str) -> list[Any]:
 def test_chunks_of_them(pool: Pool, transport: str) -> None:
     if transport == "nvlink" and not kernel.available():
         pytest.skip("the emulation needs g++")
+    form = "bfloat16" if transport == "nvlink" else "float8_e4m3fn"  # few rows come as they are
     for answer in pool.run(2, run_chunks, transport):
-        assert answer == ["float8_e4m3fn", "float8_e4m3fn", True]
+        assert answer == [form, form, True]

@@ -104,7 +104,7 @@ def test_near_the_exact_network(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("width", [256, 512])
 def test_rows_that_come_as_fp8(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     """As the codec writes them, bytes and scales in one row (of 256 values at no multiple of 16 bytes): the
-    bits of rows that were decoded and quantised again, which gives the same bytes."""
+    bits of rows that are quantised here, as they were or decoded, which gives the same bytes."""
     torch.manual_seed(3)
     emulate(monkeypatch, blocks=2)
     counts, rows = [9, 0, 8], 17
@@ -114,9 +114,10 @@ def test_rows_that_come_as_fp8(monkeypatch: pytest.MonkeyPatch, width: int) -> N
     coded = Fp8.e4m3().encode(x, torch.bfloat16)
     values, scales = coded[:, :width].view(torch.float8_e4m3fn), coded[:, width:].view(torch.float32)
     decoded = Fp8.e4m3().decode(coded, width, torch.bfloat16)
-    _, values_again, scales_again = quantise_rows(decoded, torch.tensor(counts))
-    assert torch.equal(values_again[:rows].view(torch.uint8), coded[:rows, :width])
-    assert torch.equal(scales_again[:rows], scales[:rows])
+    for whole in (x, decoded):
+        _, values_again, scales_again = quantise_rows(whole, torch.tensor(counts))
+        assert torch.equal(values_again[:rows].view(torch.uint8), coded[:rows, :width])
+        assert torch.equal(scales_again[:rows].view(torch.int32), scales[:rows].view(torch.int32))
     straight = run_ffn_fp8(values, scales, *experts.tensors(), torch.tensor(counts), None)
     again = run_ffn_fp8(decoded, None, *experts.tensors(), torch.tensor(counts), None)
     assert straight.dtype == torch.bfloat16

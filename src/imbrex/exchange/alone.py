@@ -138,7 +138,7 @@ class AloneDispatcher(DispatcherBase):
     def check_in(self, x_TD: Tensor, routing: Routing, *, before: int = 0) -> None:
         self.general.check_in(x_TD, routing)
 
-    def agree(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Tensor]:
+    def agree(self, parts: Sequence[tuple[Tensor, Routing]], form: RowForm = RowForm.ROWS) -> list[Tensor]:
         """The plans are the ids themselves: there is no other rank to ask. Raises ValueError if an input is
         wrong."""
         for x_TD, routing in parts:

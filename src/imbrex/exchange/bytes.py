@@ -157,7 +157,7 @@ class BytesDispatcher(WiredDispatcher):
         still = self.transport.replicated or self.transport.relays or self.world_size == 1
         return not (still or self.geometry.placement.has_replicas)
 
-    def agree(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Plan]:
+    def agree(self, parts: Sequence[tuple[Tensor, Routing]], form: RowForm = RowForm.ROWS) -> list[Plan]:
         """Exchange counts, choose replicas and place every row, for one dispatch or several at once. That
         takes one host synchronisation on a GPU, and two if rows are relayed or experts have replicas."""
         with self._span("plan"):

@@ -172,17 +172,18 @@ class NvlinkDispatcher(WiredDispatcher):
     def check_in(self, x_TD: Tensor, routing: Routing, *, before: int = 0) -> None:
         self.meet(x_TD, routing)
 
-    def agree(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Part]:
-        return [self.meet(x_TD, routing) for x_TD, routing in parts]
+    def agree(self, parts: Sequence[tuple[Tensor, Routing]], form: RowForm = RowForm.ROWS) -> list[Part]:
+        return [self.meet(x_TD, routing, form) for x_TD, routing in parts]
 
-    def meet(self, x_TD: Tensor, routing: Routing) -> Part:
+    def meet(self, x_TD: Tensor, routing: Routing, form: RowForm = RowForm.ROWS) -> Part:
         """Tell all ranks of this part and hear of theirs. ValueError on all where one's input is wrong."""
         problem = self._why_not_input(x_TD, routing)
         self.calls += 1
         note = self.calls + 0x9E3779B1 * self.number + 0x85EBCA6B * self.layer + self.where
         note = (note + 0xC2B2AE35 * self.fuses) % NOTES
         # The largest value has the `requires_grad` bit of the rank with the most tokens.
-        value = x_TD.shape[0] << 2 | x_TD.requires_grad << 1 | self.promise
+        flags = x_TD.requires_grad << 2 | (form is RowForm.FP8) << 1 | self.promise
+        value = x_TD.shape[0] << 3 | flags
         self.promise = False
         values_W, wrong = self.transport.agree_on_call(value, fine=problem is None, note=note)
         if problem:
@@ -196,8 +197,12 @@ class NvlinkDispatcher(WiredDispatcher):
                 f"{self.where:08x}; every rank must call the same layers in the same order, with the same "
                 "placement"
             )
-        largest, self.promised = max(values_W), min([value & 1 for value in values_W]) == 1
-        return Part(routing.ids_TK, max_tokens=largest >> 2, backward=bool(largest & 2))
+        largest, common = max(values_W), value
+        for other in values_W:
+            common &= other
+        self.promised = bool(common & 1)
+        facts = {"backward": bool(largest & 4), "in_fp8": bool(common & 2)}
+        return Part(routing.ids_TK, max_tokens=largest >> 3, **facts)
 
     def agree_on_rows(self, problem: str | None, dtype: torch.dtype) -> None:
         """Compare a word on the hosts' board; no GPU is asked. Rows have one dtype here."""
@@ -251,7 +256,8 @@ class NvlinkDispatcher(WiredDispatcher):
 
     def _send(self, part: Part, x_TD: Tensor, weights_TK: Tensor, form: RowForm) -> tuple[Any, Routed]:
         """Run the kernels of a dispatch: the rows, for `read` of `dispatch` to take apart, and their routing.
-        Rows of small batches are never `UNDER_WAY`."""
+        Rows of small batches are never `UNDER_WAY`, and where all ranks' experts take fp8 they come as they
+        are: the experts write the codec's bytes themselves, in less time than it takes here."""
         kernels = self.kernels_for(part)
         if self.observer.enabled:
             load_E = plan.count_choices(part.ids_TK, self.geometry.placement.num_experts)
@@ -266,7 +272,7 @@ class NvlinkDispatcher(WiredDispatcher):
         with self.observer.span("dispatch", layer=self.layer):
             if stages:
                 return self._stage(kernels, inputs, room)
-            if self._writes_fp8:
+            if self._writes_fp8 and not (few and part.in_fp8):
                 lease, routed = kernels.dispatch(*inputs, sms.push, quantise=True, **choosing)
                 num_rows = self._count_rows(routed) if exact else room
                 expand = expand_fp8_rows if form is RowForm.FP8 else expand_fp8

@@ -26,12 +26,14 @@ class Part(NamedTuple):
     """The plan of one dispatch over NVLink: the kernels themselves plan the rest.
 
     ids_TK: int64, the experts of this rank's tokens. max_tokens: the tokens of the rank with the most.
-    backward: whether rows are kept for a backward. The last two are the same on every rank.
+    backward: whether rows are kept for a backward. in_fp8: whether the experts of all ranks take rows in fp8.
+    All but the first are the same on every rank.
     """
 
     ids_TK: Tensor
     max_tokens: int
     backward: bool
+    in_fp8: bool = False
 
     @property
     def is_small(self) -> bool:

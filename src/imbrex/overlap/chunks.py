@@ -86,7 +86,7 @@ class Forward:
         parts = [
             (x_TD[b], Routing(ids_TK=routing.ids_TK[b], weights_TK=routing.weights_TK[b])) for b in bounds
         ]
-        plans = self.dispatcher.agree(parts)
+        plans = self.dispatcher.agree(parts, self.form)
         self.chunks = [Chunk(tokens=b, plan=plan) for b, plan in zip(bounds, plans, strict=True)]
 
     def encode_out(self, chunk: int) -> None:

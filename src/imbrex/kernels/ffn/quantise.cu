@@ -1,14 +1,14 @@
-// bf16 rows to e4m3 with a float32 scale for every 128 values, for the fp8 GEMM: scale = amax / 448, value =
-// x / scale rounded to nearest. Rows are read in order or from an index, so that quantising replaces a
+// bf16 rows to e4m3 with a float32 scale for every 128 values, for the fp8 GEMM: the bytes of the codec `fp8`
+// (codec/fp8.cuh), to the bit. Rows are read in order or from an index, so that quantising replaces a
 // permuted copy.
 //
 // A warp has one piece of a row and ends; blocks are as many as it takes. On an H200, us:
 //   rows of width                               16384 of 2048   16384 of 7168   65536 of 2048
-//   read in order                               30              87              98
-//   from an index, each token 8 times           22              68              79
-//   a loop in 5 blocks an SM                    31              90              101
-//   loads that pass L1 by, or leave L2 first    30              94              106
+//   read in order                               27              84              96
 //   bytes at the copy rate                      24              84              96
+// From an index, each token 8 times, 16384 rows of 2048 take 22; with an approximate reciprocal, whose bytes
+// were not the codec's, 19, and as long as now in order. Not faster: a loop in 5 blocks an SM, loads that
+// pass L1 by or leave L2 first.
 // As a part of the first product: see gemm/fp8.cuh.
 //
 // Example, a block of 4, 448 scaled down to 4: 1 2 -8 0 has scale 2 and values .5 1 -4 0.
@@ -24,17 +24,6 @@ constexpr int kPieces = 4;  // of 256 values each, 8 a lane, that a warp has und
 // The larger half of `a`, then that of `b`.
 __device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {
     return ptx::max_u16x2(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
-}
-
-__device__ __forceinline__ u32 four_bytes(u32 first, u32 second, float inverse) {
-    return ptx::pack_e4m3(ptx::bf16_low(first) * inverse, ptx::bf16_high(first) * inverse,
-                          ptx::bf16_low(second) * inverse, ptx::bf16_high(second) * inverse);
-}
-
-__device__ __forceinline__ float scale_of(u32 bits) {
-    const float largest = __uint_as_float(bits << 16), q = largest * kInverse;
-    if (bits - kLeast >= kPlain) return __fdiv_rn(largest, kLargest);
-    return __fmaf_rn(-__fmaf_rn(q, kLargest, -largest), kInverse, q);
 }
 
 // kPieces pieces of a row, `left` units of 8 values of it from lane 0's first on. To values and scales from
@@ -53,19 +42,20 @@ __device__ __forceinline__ void quantise(const uint4* row, int left, uint2* valu
 #pragma unroll
         for (int i = 0; i < kPieces / 2; ++i)
             most[i] = ptx::max_u16x2(most[i], __shfl_xor_sync(0xffffffffu, most[i], step));
-    // A lane divides for one of its four blocks.
-    const u32 both = lane & 2 ? most[1] : most[0], bits = lane & 1 ? both >> 16 : both & 0xffffu;
-    const float largest = __uint_as_float(bits << 16);
-    const float inverse = largest > 1e-30f ? kLargest * ptx::reciprocal(largest) : 0.f;
-    const int block = 2 * (lane & 3) + lane / 16;
-    if ((lane & 12) == 0 && 16 * block < left) scales[block] = scale_of(bits);
+    // All lanes know the largest magnitudes of their four blocks.
+    const auto largest = [&](int i) { return i & 1 ? most[i / 2] >> 16 : most[i / 2] & 0xffffu; };
+    bool plain = true;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) plain = plain && largest(i) - kLeast < kPlain;
+    plain = __all_sync(0xffffffffu, plain);
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-        const float times =
-            __uint_as_float(__shfl_sync(0xffffffffu, __float_as_uint(inverse), (lane & 16) + i));
-        const uint4& v = found[i];
-        if (32 * i + lane < left)
-            values[32 * i + lane] = uint2{four_bytes(v.x, v.y, times), four_bytes(v.z, v.w, times)};
+        const int at = 32 * i + lane;
+        if (at >= left) continue;
+        Divisor d = plain_divisor(largest(i));
+        if (!plain && !d.plain) d.scale = slow_scale(largest(i));
+        if (lane % 16 == 0) scales[2 * i + lane / 16] = d.scale;
+        values[at] = eight_values(found[i], d, plain);
     }
 }
 
