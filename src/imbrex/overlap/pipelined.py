@@ -202,8 +202,8 @@ def parameters_of(experts: Experts) -> list[Tensor]:
 
 
 class _Run(torch.autograd.Function):
-    """All chunks at once, so that the backward has its own order. The parameters are inputs: each gets one
-    gradient a layer, however many chunks there are."""
+    """All chunks as one function of autograd, so that the backward has an order of its own. The parameters
+    are inputs: each gets one gradient a layer, however many chunks there are."""
 
     @staticmethod
     def forward(

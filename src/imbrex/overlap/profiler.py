@@ -92,8 +92,8 @@ def compare(
 
 
 def _contention(layer: _Layer) -> Contention:
-    """How much computing and moving slow each other down. The experts are repeated until they take about as
-    long as the moves."""
+    """Measure by how much computing and moving slow each other down, with the experts repeated until they
+    take about as long as the moves."""
     once = layer.slowest([layer.time_contention() for _ in range(2)])
     repeats = max(1, min(32, round(once[False, "move"] / max(once[False, "compute"], 1e-6))))
     seconds = layer.slowest([layer.time_contention(repeats) for _ in range(TASK_REPEATS)])
@@ -103,7 +103,7 @@ def _contention(layer: _Layer) -> Contention:
 def _corrections(
     layer: _Layer, profile: Profile, degrees: Sequence[int], scheduler: str | None, repeats: int
 ) -> dict[tuple[str, int], tuple[float, float]]:
-    """The measured over the predicted time, (forward, backward), of every candidate (scheduler, chunks).
+    """Ratios of measured to predicted time, (forward, backward), of every candidate (scheduler, chunks).
 
     All candidates run in turns. The minimum of several noisy times is biased: it is too small, and more so
     for more candidates. So the fastest candidate is measured again by itself, and that time counts. If

@@ -99,7 +99,8 @@ class Pouring:
 
 
 def _teams(replicas_WE: Held) -> list[tuple[Ints, Ints]]:
-    """Replicated experts in teams that share no rank, with their ranks; the number of ranks fills up rows."""
+    """Teams of replicated experts no two of which have a rank in common: the experts of a team, and their
+    ranks, a row for each expert, filled up with the number of ranks."""
     nobody = len(replicas_WE)
     number_E = replicas_WE.sum(0)
     several = np.flatnonzero(number_E > 1)

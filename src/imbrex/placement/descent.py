@@ -143,7 +143,7 @@ class Shares:
         return self.ranks_EX[expert, : self.number_E[expert]].tolist()
 
     def _hold(self, expert: int, ranks: list[int]) -> None:
-        """An expert on these ranks, the first of which takes all of it for now."""
+        """Put an expert on these ranks. The first takes all its choices for now."""
         old = self.ranks_of(expert)
         self.loads_WH[old] -= self.takes_EHX[expert, :, : len(old)].T
         self.held[old, expert], self.held[ranks, expert] = False, True

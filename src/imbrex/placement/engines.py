@@ -128,7 +128,7 @@ def _node(load_E: np.ndarray, num_slots: int, num_gpus: int) -> Ints:
 
 
 def _pack_evenly(load_N: np.ndarray, num_packs: int) -> list[list[int]]:
-    """Items of every pack, equally many: the heaviest first, to the lightest pack with room."""
+    """Pack items, equally many to a pack: the heaviest first, into the lightest pack with room."""
     room = len(load_N) // num_packs
     if room == 1:
         return [[item] for item in range(len(load_N))]

@@ -199,14 +199,15 @@ def _reach(start: int, flow: list[int], ranks: int) -> dict[int, int]:
 
 
 def _surplus(loads: list[int], fullest: int, emptiest: int, reached: list[int]) -> int:
-    """The tokens that bring one end to the mean of the ranks reached, else half of the ends' difference."""
+    """The number of tokens to move from the fullest to the emptiest rank: as many as bring one of them to the
+    mean of the ranks reached, or half of their difference if that is none."""
     total = sum(loads[rank] for rank in reached)
     over, under = loads[fullest] - -(-total // len(reached)), total // len(reached) - loads[emptiest]
     return min(over, under) or (loads[fullest] - loads[emptiest]) // 2
 
 
 def _shift(takes_J: Ints, gives: Ints, gets: Ints, amount: int) -> None:
-    """Move tokens over one hop; the experts shared give in their order."""
+    """Move `amount` tokens from one rank to the next: of the experts that both have, one after the other."""
     stock = takes_J[gives]
     amounts = np.clip(amount - (np.cumsum(stock) - stock), 0, stock)
     takes_J[gives] -= amounts
@@ -248,7 +249,8 @@ def spread_choices(counts_WE: Ints, placement: Placement) -> Ints:
 
 
 def _stay_home(of_source: list[int], homes: list[int], ranks: list[int]) -> list[int]:
-    """Tokens that each rank of a replicated expert takes at first: its own, and an even share of the rest."""
+    """The number of tokens that each rank of a replicated expert takes at first: its own, and an even share
+    of the rest."""
     number_of_rank = dict.fromkeys(ranks, 0)
     rest = 0
     for amount, at in zip(of_source, homes, strict=True):

@@ -242,6 +242,6 @@ def read_trace(path: Path, array: str = "") -> tuple[np.ndarray, np.ndarray | No
 
 
 def _names(files: list[str], array: str) -> list[str]:
-    """Names of the ids, then of their weights, as far as they are there."""
+    """Names of the arrays of ids and of their weights in a file: two, one or none."""
     ids = array or next((name for name in files if name.endswith("ids")), "")
     return [name for name in (ids, f"{ids.removesuffix('ids')}w") if ids in files and name in files]

@@ -180,8 +180,8 @@ def _renewed(recent_HE: Floats, replicas_WE: Held, pace: Pace) -> Held | None:
 
 
 def _pays(unseen_HE: Floats, replicas_WE: Held, new_WE: Held, pace: Pace, sure: float) -> bool:
-    """Whether a placement is better by half the threshold on what it was not made from, and by more than
-    chance would make it."""
+    """Whether a new placement is better on batches that it was not made from, by half the threshold and by
+    more than chance would make it."""
     if (replicas_WE == new_WE).all():
         return False
     gain_H = _fullness(unseen_HE, replicas_WE, pace.split) - _fullness(unseen_HE, new_WE, pace.split)

@@ -136,7 +136,7 @@ def _placement(
 
 
 def _sizes(plan: BalancePlan) -> list[int] | None:
-    """Slots of every rank where they are not spread as evenly as they go."""
+    """The number of slots of every rank, or `None` if they are spread as evenly as possible."""
     layouts = {p.rank_offsets for p in plan.placements.values()}
     if len(layouts) > 1:
         raise ValueError("plan: layers have different slots per rank; a file holds one kind")

@@ -91,7 +91,7 @@ def _plan_layer(
     old: Held | None,
     proposals: int,
 ) -> Held:
-    """One layer. batches_HE: tokens per expert of past iterations; load_E: their sum, weighted."""
+    """Plan one layer. batches_HE: tokens per expert of past iterations; load_E: their sum, weighted."""
     if target.num_nodes > 1 and target.max_moves is not None and target.split == "balanced":
         raise ValueError("plan: max_moves with the balanced split works on one node; use split even")
     if old is not None and target.num_nodes == 1:
@@ -150,8 +150,8 @@ def _plan_anew(
 
 
 def _search_block(batches_HE: Floats, replicas_WE: Held, proposals: int) -> Held:
-    """Half of the effort for steep steps, where that is enough of them and the start is far from even; the
-    rest for proposals."""
+    """Spend half of the effort on steps of descent, if that is enough for some and the start is far from
+    even, and the rest on proposals."""
     steps = proposals // STEP_COSTS
     if steps < FEWEST_STEPS or cost_of(batches_HE, replicas_WE) < FAR:
         return harden(batches_HE, replicas_WE, proposals=proposals)
@@ -164,7 +164,8 @@ def moves_between(old: Mapping[int, Placement], new: Mapping[int, Placement]) ->
 
 
 def _once_each(load_E: Floats, num_slots: int, limit: int) -> np.ndarray:
-    """Replicas as evenly as they go, the most wanted experts first: many experts that can shift a little."""
+    """The number of replicas of every expert: one more for as many as there are slots left, those with the
+    most load first. So many experts can shift a little."""
     extra = num_slots - len(load_E)
     if extra > len(load_E) or limit < 2:
         return replicate(load_E, num_slots, limit)

@@ -53,7 +53,7 @@ def cost_of(history_HE: Floats, replicas_WE: Held) -> float:
 
 
 def _means(history_HE: Floats, num_ranks: int) -> tuple[Floats, Floats]:
-    """The mean rank's load of every batch, and its part of all load."""
+    """The mean load of a rank in every batch, and the batch's share of the load of all."""
     total_H = history_HE.sum(1)
     return np.maximum(total_H / num_ranks, 1e-300), total_H / max(float(total_H.sum()), 1e-300)
 
@@ -75,7 +75,7 @@ class Crowded:
         self.look()
 
     def _judge(self) -> None:
-        """All of it from `held` and the sets."""
+        """Compute the whole state anew, from `held` and the sets."""
         self.others_WA = (~self.sets_AW).T.astype(np.float32)
         self.inside_EA = self._inside(self.held)
         self.scale_HA = 1 / (self.mean_H[:, None] * self.sets_AW.sum(1))
@@ -215,7 +215,7 @@ def harden(
 
 
 def _search(state: Crowded, numbers: list[list[float]], left: int, max_moves: int | None) -> None:
-    """Use up random numbers until so many are left."""
+    """Walk and start again from the best placement, until only `left` random numbers are left."""
     step = 4
     while len(numbers) > left and state.lowest > 1 + 1e-9:
         state.restart()
@@ -225,7 +225,7 @@ def _search(state: Crowded, numbers: list[list[float]], left: int, max_moves: in
 
 
 def _walk(state: Crowded, numbers: list[list[float]], step: int, max_moves: int | None) -> int:
-    """Changes taken, at most `step`."""
+    """Propose changes until `step` of them were taken: how many were."""
     steps = 0
     for _ in range(GIVE_UP):
         if not numbers or steps == step:
@@ -236,7 +236,7 @@ def _walk(state: Crowded, numbers: list[list[float]], step: int, max_moves: int 
 
 
 def _take_back(state: Crowded) -> None:
-    """Undo fetches that later ones made idle."""
+    """Undo fetches that later ones have made useless."""
     while True:
         state.restart()
         if not any(state.take(change, None) for change in state.undo()) or not state.look():

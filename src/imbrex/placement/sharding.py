@@ -92,7 +92,7 @@ def group_seconds(group: Group, topology: Topology, work: Work) -> float:
 
 
 def _lack(group: Group, topology: Topology, work: Work) -> int:
-    """Experts that a group has no room for."""
+    """The number of experts that a group has no room for."""
     return max(0, work.num_experts - sum(topology.room_D[i] for i in group))
 
 
@@ -175,8 +175,8 @@ def good_shards(topology: Topology, work: Work) -> Shards:
 
 
 def _improve(groups: Sequence[Group], topology: Topology, work: Work) -> Shards:
-    """Changes by what is lacking first, then by Eq. 1, then by the sum over groups: of equals under the
-    maximum, one is nearer to the next gain."""
+    """Take the best neighbour until none is better: by the experts without room, then by Eq. 1, then by the
+    sum over groups, since of two with the same maximum the one with less is nearer to the next gain."""
     seen: dict[Group, tuple[int, float]] = {}
 
     def score(grouping: Sequence[Group]) -> tuple[int, float, float]:
@@ -195,8 +195,8 @@ def _improve(groups: Sequence[Group], topology: Topology, work: Work) -> Shards:
 
 
 def _neighbours(groups: list[Group]) -> Iterator[list[Group]]:
-    """Groupings in which two groups are one, a device is in another group or alone, or two have changed
-    places."""
+    """The neighbours of a grouping: two groups become one, a device goes to another group or is alone, or two
+    devices change places."""
     for a, b in combinations(range(len(groups)), 2):
         others = [g for place, g in enumerate(groups) if place not in (a, b)]
         yield [*others, tuple(sorted(groups[a] + groups[b]))]

@@ -121,7 +121,8 @@ def _product(
 
 
 def _throttled(profile: Profile, seconds: Floats) -> Floats:
-    """Long launches run at the power limit: `power_slowdown` more for every e-fold of a millisecond."""
+    """Seconds of a launch that may reach the power limit: longer by `power_slowdown` for every factor e over
+    a millisecond."""
     return seconds * (1 + profile["power_slowdown"] * np.log1p(seconds / 1e-3))
 
 

@@ -72,7 +72,8 @@ def simulate(
 
 
 class _State:
-    """All ranks under way: `clock`, the place in the computing line, and what is left of the task there."""
+    """The state of all ranks: `clock`, the place in the order of computing, and the seconds left of its
+    task."""
 
     def __init__(
         self, order: Order, seconds: Mapping[Task, Floats], contention: Contention, ranks: int
@@ -138,7 +139,7 @@ class _State:
         return -1 if task is None else self.order.compute.index(task)
 
     def _step(self, running: NDArray, sending: NDArray, left: Floats, until: Floats) -> Floats:
-        """Advance the running ranks to their next event each; what is left of their moves."""
+        """Advance every running rank to its next event. Returns the seconds left of their moves."""
         last = len(self.order.compute)
         waits = self.awaited[self.at]
         rows_there = np.where(waits < 0, -np.inf, self.arrived_MW[waits, self.ranks])

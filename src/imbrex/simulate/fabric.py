@@ -157,7 +157,7 @@ def _tier(line: Mapping[str, Any], below: Sequence[Tier], *, last: bool, world: 
 
 
 def _number(tier: str, key: str, value: Any) -> float:
-    """A setting of a tier. Raises ValueError where it is no number, or none that makes sense."""
+    """The number that a setting of a tier is. Raises ValueError if it is none, or one that makes no sense."""
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     if key in ("ranks", "port_ranks"):
         right, kind = number >= 1 and not number % 1, "a whole number from 1 up"

@@ -102,18 +102,18 @@ class Spread:
 
 
 def _spaced(number: int, limit: int) -> NDArray[np.int64]:
-    """Places, at most `limit` of `number`, from the first to the last."""
+    """Indices below `number`, at most `limit`, evenly spaced, with the first and the last."""
     return np.unique(np.linspace(0, number - 1, limit).astype(np.int64))
 
 
 def _places(history: LoadHistory, layers: int) -> list[int]:
-    """Places in the history of at most so many layers that have choices, from the first to the last."""
+    """Indices of at most so many layers of the history, of those that have choices, evenly spaced."""
     able = np.flatnonzero(history.counts_ILE.any((0, 2)))
     return able[_spaced(len(able), layers)].tolist()
 
 
 def _capped(shares_LE: Floats, cap: float) -> Floats:
-    """Shares of at most `cap`; what is over falls on the others in proportion."""
+    """Cut shares to at most `cap`; the others get the excess in proportion to their own."""
     for _ in range(shares_LE.shape[1]):
         over = shares_LE > cap
         if not over.any():

@@ -27,8 +27,8 @@ CHUNKS_LATE = 1.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Tokens:
-    """Tokens of the fullest rank at worst. own: its batch. going, coming: to and from other ranks. away,
-    here: to and from other nodes. inner_going, inner_coming: inside the node, of the pool."""
+    """The tokens of the fullest rank, at worst. own: its batch. going, coming: to and from other ranks. away,
+    here: to and from other nodes. inner_going, inner_coming: of the pool, to and from ranks of its node."""
 
     own: float
     going: float
@@ -44,8 +44,8 @@ class _Tokens:
 
 
 class _Hands(NamedTuple):
-    """Rows that an exchange has at once: those that move, copies of them, tokens with sums. late: those of a
-    dispatch that a schedule of chunks holds until its combine."""
+    """Numbers of rows that an exchange holds at once. moved: those that cross. again: copies of them. summed:
+    tokens for which it sums. late: rows of a dispatch that a schedule of chunks keeps until its combine."""
 
     moved: float
     again: float
@@ -98,7 +98,7 @@ def most_rows(request: Request, world: World, layout: Layout, fullest: float = 1
 
 
 def _by_kernels(request: Request, world: World, layout: Layout, fullest: float) -> tuple[int, float]:
-    """Ranks among which kernels move rows, one where bytes are moved, and the tokens that each gives them."""
+    """The number of ranks among which kernels move rows, one if bytes are moved, and the tokens of each."""
     if layout.transport == "nvlink":
         return layout.group, request.tokens
     if layout.transport == "tiered" and _kernels_inside(request, world):
@@ -111,14 +111,15 @@ def _kernels_inside(request: Request, world: World) -> bool:
 
 
 def _heap(request: Request, world: World, layout: Layout, fullest: float) -> float:
-    """Rows of the kernels' heap: two of every staged token, and two of its sums on each other rank."""
+    """The number of rows in the kernels' heap: two for every staged token, and two for its sums on each other
+    rank."""
     ranks, batch = _by_kernels(request, world, layout, fullest)
     return (2 * ranks + 1) * batch if ranks > 1 else 0.0
 
 
 def _in_hand(request: Request, world: World, layout: Layout, rows: float, fullest: float) -> float:
-    """Rows of the model's width in the hands of an exchange over bytes, at its fullest. A backward has the
-    result, its gradient and that as it is sent, and none of the sums of a forward."""
+    """The most rows of the model's width that an exchange over bytes holds at once. In a backward these are
+    the result, its gradient and the gradient as it is sent, without the sums of a forward."""
     if layout.transport == "nvlink":
         return 0.0
     of, sums = _tokens(request, world, layout, fullest), 4 / request.shape.value_bytes
@@ -139,7 +140,7 @@ def _in_hand(request: Request, world: World, layout: Layout, rows: float, fulles
 
 
 def _hands(world: World, layout: Layout, of: _Tokens) -> _Hands:
-    """Hands of an exchange among all ranks."""
+    """The rows that an exchange among all ranks holds."""
     moved = of.going + of.coming
     again = {
         "hierarchical": of.away + of.here,
@@ -153,7 +154,8 @@ def _hands(world: World, layout: Layout, of: _Tokens) -> _Hands:
 
 
 def _hands_of_tiers(request: Request, world: World, of: _Tokens, sums: float) -> _Hands:
-    """Hands of the exchange between nodes, and of that inside unless kernels have a heap for it."""
+    """The rows that the exchange between nodes holds, and the one inside them unless its kernels have a
+    heap."""
     moved, pool = of.away + of.here, of.own + of.here
     if _kernels_inside(request, world):
         return _Hands(moved=moved, again=2 * pool, summed=0.0, late=of.own + moved + pool)
@@ -163,8 +165,8 @@ def _hands_of_tiers(request: Request, world: World, of: _Tokens, sums: float) ->
 
 
 def _tokens(request: Request, world: World, layout: Layout, fullest: float) -> _Tokens:
-    """Tokens that move: those that tokens without a preference would send, and of those that come as many
-    times more as the fullest rank has rows, all there are at most."""
+    """The tokens that move: as many leave as by choices without a preference, and `fullest` times as many
+    come, at most all that there are."""
     shape, group, own = request.shape, layout.group, float(request.tokens)
     crowd = traffic.Crowd(
         ranks=group, tensor=layout.tp, experts=shape.experts, top_k=shape.top_k, tokens=own, row_bytes=1

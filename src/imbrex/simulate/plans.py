@@ -245,7 +245,8 @@ def beyond(world: World, layout: Layout, *, training: bool) -> tuple[str, ...]:
 
 
 def _loads(request: Request, world: World, layout: Layout, drawn: dict[tuple[int, int], Floats]) -> Floats:
-    """Rows of the ranks of a group over their mean: of the layer whose fullest rank is the median one."""
+    """The rows of every rank of a group over their mean, of the layer whose fullest rank is the median of all
+    layers'."""
     key = layout.ep, layout.replicas
     if key not in drawn:
         experts, top_k, spread = request.shape.experts, request.shape.top_k, world.spread
@@ -264,7 +265,7 @@ def _loads(request: Request, world: World, layout: Layout, drawn: dict[tuple[int
 
 
 def _complexity(layout: Layout) -> tuple[int, ...]:
-    """Few moving parts first: no codec, no chunks, no replicas, no tensor ranks, nothing to move."""
+    """The key by which simpler layouts come first: without codec, chunks, replicas, tensor ranks, moves."""
     return (
         layout.codec != "identity",
         run.parse_schedule(layout.schedule)[1],
@@ -276,7 +277,7 @@ def _complexity(layout: Layout) -> tuple[int, ...]:
 
 
 def _against(plan: Plan, best: Plan) -> str:
-    """Why a plan that can run is not the one."""
+    """The reason against a plan that can run, beside the best one."""
     assert plan.outcome is not None
     assert best.outcome is not None
     slower = plan.seconds / best.seconds - 1
@@ -290,7 +291,8 @@ def _against(plan: Plan, best: Plan) -> str:
 
 
 def _in_words(name: str, layout: Layout, best: Layout) -> str:
-    """The part of an outcome that a layout loses most by, or what is hidden of all, in words."""
+    """A sentence for the part of an outcome by which a layout loses most; `hidden` is the time that it hides
+    less than the best."""
     if name == "hidden":
         if _hiding(layout) <= _hiding(best):
             return "it hides less"
@@ -308,7 +310,7 @@ def _in_words(name: str, layout: Layout, best: Layout) -> str:
 
 
 def _hiding(layout: Layout) -> tuple[int, bool]:
-    """How much a layout tries to hide: chunks, then fused kernels."""
+    """The order of layouts by how much they try to hide: by chunks, then by fused kernels."""
     return run.parse_schedule(layout.schedule)[1], layout.schedule == "fused"
 
 

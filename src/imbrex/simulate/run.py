@@ -280,8 +280,8 @@ class _Costs:
         return sums | {"host": host + pause + planning + max(rest, 0.0) * backward}
 
     def _asking(self, backward: bool) -> tuple[float, float]:
-        """Seconds of a chunk in which a GPU's host asks for counts, so that nothing is copied, and those of
-        them in which nothing moves. In two tiers rows move all the same."""
+        """The seconds of a chunk in which the host of a GPU asks for counts: those in which nothing is
+        copied, and those in which nothing moves either. In two tiers rows move all the same."""
         if backward or not self.runs_ahead:
             return 0.0, 0.0
         host = self.host(backward=False)
@@ -315,7 +315,7 @@ class _Costs:
         return traffic.seconds(flow, self.case.fabric, sharing=sharing) * np.maximum(1.0, self.load_W)
 
     def _nvlink(self, degree: int) -> dict[Kind, Floats]:
-        """One kernel a crossing."""
+        """The seconds of every kind of task over NVLink, where a crossing is one kernel."""
         beside = degree > 1 or self.layout.schedule not in ("serial", "fused")
         out, back = self._crossings(self._wire(degree), degree, beside=beside)
         return dict.fromkeys(Kind, np.zeros_like(self.load_W)) | {Kind.move_out: out, Kind.move_back: back}
@@ -336,10 +336,12 @@ class _Costs:
         return self.rows * self.load_W / degree * self.case.shape.width * self.case.shape.value_bytes
 
     def _fused(self, alone: Mapping[Kind, Floats], backward: bool) -> dict[Kind, Floats]:
-        """The rest of a crossing that is inside a product's launch. Rows come beside gate and up, two thirds
-        of the experts; those of dy beside the gradient through down, a third of the rows' gradients, and dx
-        goes home beside the weights'. Who brings rows reads every token once and stores its rows, and these
-        bytes the product beside it lacks: that is what rows still take, or what they take longer than it."""
+        """The seconds that a crossing still takes if it runs in the launch of a product. Rows come beside
+        gate and up, two thirds of the experts; rows of dy beside the gradient through down, a third of the
+        rows' gradients; dx goes home beside the weights' gradients. To bring rows, every token is read once
+        and its rows are stored; the product beside lacks the bandwidth for these bytes. What is left of a
+        crossing is the time of these bytes, or that by which it is longer than the product, whichever is
+        more."""
         profile, out, experts = self.profile, alone[Kind.move_out], alone[Kind.experts]
         read = self.case.tokens * self.case.shape.width * self.case.shape.value_bytes + sum(self.flow.nbytes)
         rate = profile["fused_again_bytes_s" if backward else "weights_bytes_s"]
@@ -372,8 +374,9 @@ class _Costs:
         }
 
     def _tiers(self, degree: int, backward: bool) -> dict[Kind, Floats]:
-        """Rows of every chunk leave with the plan, once to a node. The exchange inside it, by kernels where
-        these can, is the second step of a move: what a chunk waits for when its rows have come."""
+        """The seconds of every kind of task in two tiers. Rows of a chunk leave with the plan, once to a
+        node. The exchange inside the node, by kernels if they can, is the second step of a move, for which a
+        chunk waits when its rows have come."""
         profile, shape, codec = self.profile, self.case.shape, self.layout.codec
         value, width = shape.width * shape.value_bytes, shape.width
         size = min(self.crowd.ranks, self.case.fabric.node)

@@ -138,7 +138,7 @@ class Events:
         return seat
 
     def _agree(self, exchange: RowExchange) -> None:
-        """Raises ValueError on every rank where they disagree, or where one cannot be served."""
+        """Raise ValueError on every rank if ranks have other settings, or if one cannot be served."""
         problem = why_not_events(exchange, self.epsilon)
         error = None if problem is None else ValueError(f"schedule: {problem}")
         settings = {"tau": str(self.tau), "epsilon": self.epsilon, "every": self.every}
@@ -146,7 +146,7 @@ class Events:
 
 
 def _integer(text: str) -> int:
-    """The number, or the text itself, for `why_not_patience` to name."""
+    """The whole number that `text` is; any other text as it is, for `why_not_patience` to quote."""
     return int(text) if re.fullmatch(r"-?\d+", text) else cast("int", text)
 
 
@@ -197,7 +197,8 @@ def _why_not_placement(exchange: RowExchange) -> str | None:
 
 
 class _Run(torch.autograd.Function):
-    """The whole call, so that the backward sends what its forward kept. The parameters are inputs."""
+    """A whole call as one function of autograd, whose backward knows what its forward kept. The parameters
+    are inputs."""
 
     @staticmethod
     def forward(

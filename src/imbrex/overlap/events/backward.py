@@ -75,7 +75,8 @@ class Backward:
                 forward.ledger.hear(peer, kind)
 
     def _experts(self) -> tuple[Batch, Tensor, Tensor, list[Tensor | None]]:
-        """Gradients of the rows that counted, of their weights, and of the parameters."""
+        """Run the experts' backward: the batch of rows that counted, the gradients of its rows, of their
+        weights and of the parameters."""
         forward = self.forward
         batch, out_RD = self._graph()
         d_y_RD = self._gradients_of(batch).index_select(0, batch.source_R)
@@ -89,7 +90,7 @@ class Backward:
         return batch, d_rows_RD, d_weights_R, d_parameters
 
     def _graph(self) -> tuple[Batch, Tensor]:
-        """The rows that count and what the experts made of them."""
+        """The rows that counted, and the experts' results for them, whose graph the backward goes through."""
         forward = self.forward
         assert forward.graph is not None
         batch, out_RD = forward.graph
@@ -106,7 +107,8 @@ class Backward:
         return batch, forward.compute(batch)
 
     def _gradients_of(self, batch: Batch) -> Tensor:
-        """The gradient of every row of the homes' packets; of the own rank's as it is, of others decoded."""
+        """The gradient of every token in the homes' packets: this rank's own as it is, the others'
+        decoded."""
         codec, width, dtype = self.forward.wire.combine_backward, self.d_y_TD.shape[1], self.forward.dtype
         parts = [
             self.d_y_TD[: batch.sizes[place]]
@@ -117,7 +119,8 @@ class Backward:
         return torch.cat(parts)
 
     def _send_back(self, batch: Batch, d_rows_RD: Tensor, d_weights_R: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums for the homes leave; those of the own tokens and their weights stay."""
+        """Send every home the sums of its tokens' gradients; return those of this rank's own tokens and of
+        their weights."""
         forward = self.forward
         codec = forward.wire.dispatch_backward
         sums_PD = rows.reduce(d_rows_RD, batch.position_PK, None, forward.geometry.max_rows_per_token)

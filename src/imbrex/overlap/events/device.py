@@ -250,7 +250,7 @@ class DeviceBackward:
             return *kernels.sum_back(back, d_rows_RD, d_weights_R), d_parameters
 
     def _graph(self) -> Computed:
-        """The rows that count and what the experts made of them."""
+        """The rows that counted, and the experts' results for them, whose graph the backward goes through."""
         forward = self.forward
         computed = forward.computed
         del forward.computed

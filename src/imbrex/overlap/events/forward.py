@@ -142,7 +142,8 @@ class Forward(Call):
         self._say(self.ledger.settle(self.geometry.tensor_parallel))
 
     def _wait(self) -> None:
-        """Wait until something is there to do, or nothing missing; in the end give up on those missing."""
+        """Wait until there is something to do or nobody is missing. When patience ends, give up on the peers
+        that are missing."""
         ledger, seat = self.ledger, self.seat
         deadline = time.monotonic() + seat.timeout_s
         while not (ledger.over or ledger.task()):
@@ -175,7 +176,7 @@ class Forward(Call):
         return Stage.REPLIES if self.ledger.at_once or self.ledger.computed else Stage.PACKETS
 
     def _end_wait(self) -> None:
-        """Remember how long the last peers took, unless this rank gave up on them; the next count anew."""
+        """End a wait: patience remembers how long the last peers took, unless this rank gave up on them."""
         patience = self.seat.patience
         if self.ledger.epsilon and not self.gave_up:
             now = time.monotonic()
@@ -219,7 +220,7 @@ class Forward(Call):
         )
 
     def _compute(self, ranks: list[int]) -> None:
-        """The experts on the rows of these ranks; their replies leave at once."""
+        """Run the experts on the rows of these ranks, and send them the replies at once."""
         if not self.ledger.at_once:
             self._end_wait()
         batch = Batch.of({rank: self.packets[rank] for rank in ranks}, self.geometry.local_slots)
