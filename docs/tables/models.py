@@ -69,6 +69,7 @@ def tokens() -> Table:
     for row in read("captured"):
         case = row["case"]
         found.setdefault((case["model"], case["layers"], case["W"], case["B"]), {})[row["impl"]] = row
+    sides = {name: title for name, title in sides.items() if any(name in of for of in found.values())}
     lines, used = [], []
     for (model, layers, world, batch), of in sorted(found.items()):
         graph, eager = of["imbrex-captured"], [of[name] for name in sides if name in of]
