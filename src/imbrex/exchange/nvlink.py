@@ -179,8 +179,8 @@ class NvlinkDispatcher(WiredDispatcher):
         """Tell all ranks of this part and hear of theirs. ValueError on all where one's input is wrong."""
         problem = self._why_not_input(x_TD, routing)
         self.calls += 1
-        note = self.calls + 0x9E3779B1 * self.number + 0x85EBCA6B * self.layer + self.where
-        note = (note + 0xC2B2AE35 * self.fuses) % NOTES
+        # Of whole numbers a tuple's hash is the same in every process.
+        note = hash((self.calls, self.number, self.layer, self.where, self.fuses)) % NOTES
         # The largest value has the `requires_grad` bit of the rank with the most tokens.
         flags = x_TD.requires_grad << 2 | (form is RowForm.FP8) << 1 | self.promise
         value = x_TD.shape[0] << 3 | flags
@@ -201,8 +201,7 @@ class NvlinkDispatcher(WiredDispatcher):
         for other in values_W:
             common &= other
         self.promised = bool(common & 1)
-        facts = {"backward": bool(largest & 4), "in_fp8": bool(common & 2)}
-        return Part(routing.ids_TK, max_tokens=largest >> 3, **facts)
+        return Part(routing.ids_TK, largest >> 3, bool(largest & 4), bool(common & 2))
 
     def agree_on_rows(self, problem: str | None, dtype: torch.dtype) -> None:
         """Compare a word on the hosts' board; no GPU is asked. Rows have one dtype here."""

@@ -71,8 +71,9 @@ class Board:
         words = self._words[at : at + 2 * ranks].tolist()
         if min(words) < first:
             words = self._wait(at, first, check)
-        self.notes_W = [word - first for word in words[ranks:]]
-        return [word - first for word in words[:ranks]]
+        values = [word - first for word in words]
+        self.notes_W = values[ranks:]
+        return values[:ranks]
 
     def _wait(self, at: int, first: int, check: Callable[[], None] | None) -> list[int]:
         """Wait until no word at `at` is below `first`, and return words and notes."""

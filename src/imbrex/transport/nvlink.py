@@ -289,8 +289,12 @@ class Nvlink(Collective):
         if self._closed:
             self._refuse_closed()
         words = self._board.tell(value << 1 | (not fine), note, self.check)
-        wrong = [rank for rank, word in enumerate(words) if word & 1]
-        return [word >> 1 for word in words], wrong[0] if wrong else None
+        wrong = None
+        for rank, word in enumerate(words):
+            if word & 1:
+                wrong = rank
+                break
+        return [word >> 1 for word in words], wrong
 
     def check(self, *, synchronize: bool = False) -> None:
         """Raise `ExchangeError` if a call has failed, on any heap; see `NvlinkExchange.check`."""
