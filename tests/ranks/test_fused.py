@@ -35,6 +35,8 @@ from tests.ranks.pool import Pool, Ranks
 
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
 EXPERTS, WIDTH, INNER, CHOICES = 4, 256, 64, 2
+SMS = (2,)
+"""Multiprocessors of the ranks."""
 
 
 class Own(Experts):
@@ -98,8 +100,10 @@ def emulating(ranks: Ranks) -> Iterator[tuple[EmulatedNvlink, list[int]]]:
 
     with pytest.MonkeyPatch.context() as patch:
         emulate(patch, blocks=2)
-        patch.setattr(home, "multiprocessors", lambda device: 2)
-        patch.setattr("imbrex.kernels.exchange.exchange.multiprocessors", lambda device: 2)
+        sms = SMS[ranks.rank % len(SMS)]
+        patch.setattr(home, "multiprocessors", lambda device: sms)
+        for file in ("transport.nvlink", "kernels.exchange.exchange"):
+            patch.setattr(f"imbrex.{file}.multiprocessors", lambda device: sms)
         patch.setattr("imbrex.exchange.nvlink.home_beside_gradients", launch)
         # So few tokens would come in one kernel.
         patch.setattr("imbrex.exchange.nvlink_fit.FEW_TOKENS", 0)
@@ -363,6 +367,21 @@ def test_sums_go_home_beside_down(pool: Pool, train: bool, tokens: int, leaving:
     for rank, (same, launched) in enumerate(pool.run(2, run_sums, train, tokens, leaving)):
         assert same == [True] * (5 + train)
         assert launched == (2 if rank < leaving else 0)
+
+
+def run_unequal(ranks: Ranks) -> tuple[list[bool], int]:
+    """`run_sums` of ranks whose GPUs have unequal numbers of multiprocessors."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}.SMS", (3, 1))
+        return run_sums(ranks, True, 40, 2)
+
+
+def test_ranks_of_unequal_gpus_agree_on_blocks(pool: Pool) -> None:
+    """A routing waits for as many blocks of every rank as it has itself: one that had more waited until the
+    time-out."""
+    for same, launched in pool.run(2, run_unequal):
+        assert same == [True] * 6
+        assert launched == 2
 
 
 def run_first(ranks: Ranks, train: bool, tokens: int, leaving: int, combine: str) -> tuple[list[bool], int]:

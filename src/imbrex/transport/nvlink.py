@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from imbrex.contracts import Listener, Placement
 from imbrex.kernels import jit, why_not_hopper
+from imbrex.kernels.arguments import multiprocessors
 from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.exchange.failures import ExchangeError
@@ -141,8 +142,8 @@ class Nvlink(Collective):
         there is room for the worst case, W times their mean. `None`: where a backward keeps them and that
         spares much memory.
     dispatch_sms, small_sms, push_sms, combine_sms, stage_sms: multiprocessors, as in `Sms`. The blocks of a
-        kernel wait for peers: two kernels that may meet on a GPU must both fit it. Staging takes no more than
-        there are.
+        kernel wait for peers: two kernels that may meet on a GPU must both fit it, and those of a fused layer
+        take all. Staging takes no more than the rank has that has fewest.
     beside_sms: those of every kernel that moves a chunk, with experts at work on the others.
 
     Raises ValueError for a number of multiprocessors below 1, NvlinkError where the kernels cannot run.
@@ -273,7 +274,12 @@ class Nvlink(Collective):
         return None
 
     def _open_board(self) -> Board:
-        self.number = name = int(self.exchange_counts(words(time.time_ns()))[0])
+        """The board of the ranks' hosts. Where ranks have unequal GPUs, kernels whose blocks meet those of
+        other ranks have as many as the smallest holds."""
+        sms = multiprocessors(self.device.index if self.device.type == "cuda" else -1)
+        answers_W2 = self.exchange_counts(words(time.time_ns(), sms))
+        self.number = name = int(answers_W2[0, 0])
+        self.least_sms = int(answers_W2[:, 1].min())
         path = Board.make_file(name, self.world_size) if self.rank == 0 else Board.path_of(name)
         self.exchange_counts(words(0))
         board = Board(path, self.rank, self.world_size, self.timeout_s)
@@ -365,7 +371,7 @@ class Nvlink(Collective):
     def _make(self, size: Size, placement: Placement, max_tokens: int) -> NvlinkExchange:
         room = room_for(max_tokens) or max(max_tokens, self.max_tokens or 1)
         room = -(-room // TOKENS_MULTIPLE) * TOKENS_MULTIPLE
-        return NvlinkExchange(
+        exchange = NvlinkExchange(
             self._make_heap,
             placement,
             size.shape(room),
@@ -373,6 +379,8 @@ class Nvlink(Collective):
             timeout=self.timeout_s,
             load=self.load,
         )
+        exchange.least_sms = self.least_sms
+        return exchange
 
     def _make_heap(self, nbytes: int) -> Heap:
         assert self.group is not None

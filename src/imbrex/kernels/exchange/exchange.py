@@ -61,7 +61,6 @@ class NvlinkExchange:
         up to 64 ranks. timeout: seconds.
     route_blocks: SMs that route; by default 8, or as many as `pull` has if rows are expert-major only.
     load: loads a kernel, as `jit.load` does.
-
     layer: the number of the layer that calls, for error messages; `None`: unknown.
     """
 
@@ -85,7 +84,7 @@ class NvlinkExchange:
         self.heap = make_heap(self.layout.nbytes)
         self.device = self.heap.local.device
         self.local_ranks = self.heap.local.shape[0]
-        self._layer = 0
+        self._layer = self.least_sms = 0  # the SMs of the rank that has fewest, where all were asked
         self.debug = os.environ.get("IMBREX_DEBUG") == "1"
         self.last_sms: dict[str, int] = {}
         self._calls: dict[str, int] = dict.fromkeys(lay.KINDS, 0)
@@ -94,8 +93,7 @@ class NvlinkExchange:
         self._places: dict[tuple[int, int], tuple[int, int] | None] = {}
         """Results of `expert_shape`, by bytes of a row and multiprocessors."""
         self.serial = next(_serials)
-        few = shape.ranks <= lay.MOST_RANKS
-        variants = kernel.shipped_variants() if few else [kernel.ROUTE_MANY]
+        variants = kernel.shipped_variants() if shape.ranks <= lay.MOST_RANKS else [kernel.ROUTE_MANY]
         self._load = load
         self._kernels = {variant: load(variant, self.device) for variant in variants}
         at_least = route_blocks or (8 if compact else 24)
@@ -445,10 +443,11 @@ class NvlinkExchange:
         """The most blocks that one rank's launch can have. variant: of clusters. block: blocks a cluster,
         threads a block and shared memory a block."""
         cluster, threads, shared = block
+        sms = min(self.least_sms or multiprocessors(self.heap.local.get_device()), lay.MAX_BLOCKS)
         if cluster == 1:
-            return min(multiprocessors(self.heap.local.get_device()), lay.MAX_BLOCKS)
-        blocks = cluster * self._kernel(variant).clusters(cluster, threads, shared)
-        return min(blocks, lay.MAX_BLOCKS // cluster * cluster)
+            return sms
+        fitting = cluster * self._kernel(variant).clusters(cluster, threads, shared)
+        return min(fitting, sms // cluster * cluster)
 
     def _kernel(self, variant: jit.Variant) -> Any:
         if variant not in self._kernels:

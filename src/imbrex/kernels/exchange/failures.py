@@ -18,6 +18,11 @@ from imbrex.kernels.heap import Heap
 from imbrex.kernels.routing.routed import Routed
 from imbrex.kernels.structs import Struct
 
+ALL_LIVE = (
+    "; if no rank died or came late, kernels that wait for peers may not have fitted a GPU together: run "
+    "layers of schedule='fused' in one stream"
+)
+
 
 class ExchangeError(RuntimeError):
     """A kernel's wait timed out, or a peer gave up; the text names the rank and what it waited for. The
@@ -85,7 +90,7 @@ def raise_failure(
     raise ExchangeError(
         f"exchange: rank {rank} in {kinds[kind]} call {epoch}{where} (block {block}): {lay.CODES[code]}, "
         f"waiting for {phases[phase]} of rank {peer} (time-out {timeout} s); close this exchange and "
-        f"make a new one"
+        f"make a new one{ALL_LIVE * (lay.CODES[code] == 'timed out')}"
     )
 
 
