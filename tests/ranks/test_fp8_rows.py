@@ -100,6 +100,32 @@ def test_rows_are_what_the_codec_writes(pool: Pool, transport: str, tensor: int)
         assert same == [True] * (4 if transport == "nvlink" else 12)
 
 
+def run_apart(ranks: Ranks) -> list[bool]:
+    """Few rows over NVLink where the last rank's experts take no fp8, as when it alone keeps gradients: the
+    other ranks get the codec's bytes, and the last one the rows."""
+    slots = SLOTS[ranks.world_size]
+    plain = make_exchange(ranks, "alltoall", "identity", slots)
+    ours = make_exchange(ranks, "nvlink", {"dispatch": "fp8"}, slots)
+    x_TD, routing = draw(ranks.rank, TOKENS[ranks.rank], ranks.device)
+    last = ranks.rank == ranks.world_size - 1
+    forms = (RowForm.ROWS,) if last else FP8_FIRST
+    wanted, found = plain.dispatch(x_TD, routing), ours.dispatch(x_TD, routing, forms=forms)
+    rows = len(wanted.rows_RD)
+    if last:
+        return [found.form is RowForm.ROWS, found.scales_RB is None]
+    assert found.scales_RB is not None
+    parts = found.rows_RD[:rows], found.scales_RB[:rows]
+    bytes_RB = torch.cat([part.contiguous().view(torch.uint8) for part in parts], 1)
+    encoded = Fp8.e4m3().encode(wanted.rows_RD, torch.bfloat16)
+    return [found.form is RowForm.FP8, torch.equal(bytes_RB, encoded)]
+
+
+def test_a_rank_whose_experts_take_no_fp8(pool: Pool) -> None:
+    if not kernel.available():
+        pytest.skip("the emulation needs g++")
+    assert pool.run(4, run_apart) == [[True, True]] * 4
+
+
 class Noting(torch.nn.Module):
     """Experts that take rows in fp8 outside of gradients, note what they get, and return it."""
 
