@@ -77,7 +77,7 @@ def with_imbrex(spec: Any, **settings: Any) -> Any:
 
 
 def _exchanged(spec: Any, settings: Mapping[str, Any]) -> Any:
-    """The spec itself where nothing in it is to be exchanged."""
+    """A spec with `ImbrexMoELayer` in the place of Megatron's layer; the same object if it has none."""
     if isinstance(spec, partial):
         if spec.func is MoELayer:
             return partial(ImbrexMoELayer, *spec.args, **spec.keywords, **settings)

@@ -304,7 +304,7 @@ def _implementation(choices: Choices) -> type:
 
 @in_trace_too
 def _begin(implementation: Any, width: int, top_k: int, dtype: torch.dtype) -> None:
-    """Make the seat ready at the first call: FSDP has come since the implementation was made."""
+    """Make the seat ready at the first call: FSDP may have come since the implementation was made."""
     meshes = implementation.ep_mesh, implementation.tp_mesh
     implementation.mean_over = spare_copies(implementation.experts, *meshes)
     implementation.seat.begin(width, top_k, dtype)
@@ -361,7 +361,7 @@ def _slice(same: Tensor, mesh: Any) -> Tensor:
 
 
 def _joined(own: Tensor, mesh: Any, shape: torch.Size) -> Tensor:
-    """All rows, from every rank's slice."""
+    """The rows of all ranks, put together from their slices."""
     from torch.distributed.tensor import DTensor, Shard
 
     sliced = DTensor.from_local(own.contiguous(), mesh, [Shard(0)], shape=shape, stride=(shape[1], 1))

@@ -72,7 +72,7 @@ class EPHandle:
 
 
 class _Compact(Buffer):
-    """The legacy buffer, told what is wrong before it begins."""
+    """The legacy buffer, for a caller who may know already what is wrong with a dispatch (`problem`)."""
 
     def send(
         self, problem: str, x: Rows, choices: tuple[Tensor, Tensor], experts: int, alignment: int, worst: int
@@ -269,7 +269,7 @@ class ElasticBuffer:
         return rows, None if weights_TK is None else weights_NK, handle
 
     def _why_not(self, x: Rows, ids_TK: Tensor | None, sizes: tuple[int, int, int]) -> str:
-        """Why this dispatch cannot be, or an empty string."""
+        """Why this dispatch is refused, or an empty string."""
         experts, alignment, limit = sizes
         tokens = len(x[0] if isinstance(x, tuple) else x)
         if ids_TK is None or ids_TK.dim() != 2 or ids_TK.dtype != torch.int64:
@@ -327,7 +327,7 @@ class ElasticBuffer:
 
 
 def _by_columns(scales_NS: Tensor) -> Tensor:
-    """Scales as they are, each column beginning at a multiple of 16 bytes."""
+    """Copy scales so that each column begins at a multiple of 16 bytes: the same [N, S], by columns."""
     rows, columns = scales_NS.shape
     stride = -(-rows // SCALES_ALIGNED) * SCALES_ALIGNED
     lying = scales_NS.new_empty(columns, stride)[:, :rows].t()

@@ -290,7 +290,7 @@ class Buffer(LowLatency, absent.Calls):
     def _read(
         self, labels: Labels, num_experts: int, alignment: int, worst: int
     ) -> tuple[Tensor, Tensor, list[int]]:
-        """The choices of the rows, and the counts of the local experts, for which nobody is asked."""
+        """The choices of the rows, and the counts of the local experts, which no other rank is asked for."""
         choices = pad_rows(labels.ids_NK, worst, -1), pad_rows(labels.weights_NK, worst)
         if worst:
             return *choices, []
@@ -301,7 +301,7 @@ class Buffer(LowLatency, absent.Calls):
         return *choices, align(counts_e, alignment).tolist()
 
     def _ask_counts(self, per_expert: Tensor, alignment: int) -> list[int]:
-        """Counts of the local experts from all ranks' layouts, where no choices come with the rows."""
+        """Exchange layouts to count the rows of the local experts, if no choices come with the rows."""
         counts_WE = self._backend.transport.exchange_counts(per_expert.long())
         mine = counts_WE.sum(0).view(self.group_size, -1)[self.rank]
         return align(mine, alignment).tolist()
@@ -345,7 +345,7 @@ class Buffer(LowLatency, absent.Calls):
         return _why_not_choices(*choices, tokens) or self._backend.wrong_device(*columns, *choices)
 
     def _route_of(self, handle: tuple, columns: list[Tensor]) -> Any:
-        """The route of a dispatch, made anew where a program kept only the handle's tensors."""
+        """The route of a dispatch. It is made anew if a program has kept the handle's tensors alone."""
         if isinstance(handle, DispatchHandle):
             return handle.route
         return self._backend.read_ranks(handle, columns)

@@ -58,7 +58,8 @@ class LowLatencyHandle(tuple):
 
 
 def _where(record: Record, backend: Backend) -> tuple[Tensor, Tensor]:
-    """The first two fields of a handle."""
+    """The first two fields of a handle: the source token of every row, and by slot where the rows of each
+    rank begin and how many they are."""
     permutation, slots, world = record.permutation, record.config.num_of_experts_per_rank, backend.world_size
     assert permutation is not None
     # Rows of no token are told by the last entry.
@@ -204,7 +205,7 @@ class LowLatency:
 
 
 def _nothing_left() -> None:
-    """Rows are there when the stream comes to what follows the call."""
+    """A hook that does nothing: rows are there when the stream comes to what follows the call."""
 
 
 def _inputs(x: Tensor, ids_TK: Tensor, weights_TK: Tensor | None = None) -> Inputs:

@@ -137,7 +137,7 @@ class NvlinkBackend(BackendBase):
         self._meet(call, problem, settings, 0)
 
     def _meet(self, call: str, problem: str, settings: Mapping[str, int], tokens: int) -> int:
-        """Most tokens of a rank. The hosts meet over shared memory."""
+        """Let the hosts meet over shared memory and compare their calls: the most tokens of a rank."""
         note = zlib.crc32(repr((call, sorted(settings.items()))).encode())
         tokens_W, wrong = self.transport.agree_on_call(tokens, fine=not problem, note=note)
         if wrong is not None:
@@ -348,7 +348,7 @@ class NvlinkBackend(BackendBase):
     def _route_ranks(
         self, problem: str, wanted_TW: Tensor, columns: Sequence[Tensor], settings: dict[str, int]
     ) -> KernelRoute:
-        """A token's choices are ranks: the kernels route it once to each."""
+        """The route of tokens whose choices are ranks, so that the kernels bring a token to each once."""
         if self._ranks_W is None or self._ranks_W.device != wanted_TW.device:
             self._ranks_W = torch.arange(self.world_size, dtype=torch.int64, device=wanted_TW.device)
             self._none = torch.full_like(self._ranks_W[:1], -1)
@@ -369,8 +369,8 @@ class NvlinkBackend(BackendBase):
         return self.plan(call, problem, *routing, *more), choices
 
     def _choose(self, inputs: Inputs, num_experts: int, problem: str) -> Choices:
-        """Choices of as many columns as the kernels are made for, which costs no host synchronisation but
-        where a map of more than `ALL_EXPERTS` experts comes for the first time."""
+        """Choices in as many columns as the kernels are made for. The host waits for the GPU only at the
+        first map of more than `ALL_EXPERTS` experts."""
         if problem:
             return Choices(ids_TK=words()[:, None], weights_TK=None)
         if inputs.map_TE is None:
@@ -488,7 +488,8 @@ def pick(values: Tensor, position: Tensor) -> Tensor:
 
 
 def _row_bytes(columns: Sequence[Tensor], more: int) -> int:
-    """Room for the first column, and for sums of bfloat16 in its place; or for all others, and `more`."""
+    """The bytes of a row that has room for the first column and for its sums in bfloat16, or for all other
+    columns and `more`, whichever takes more."""
     first, *others = columns
     head = first.shape[1] * max(2, first.dtype.itemsize)
     labels = more + sum(column.shape[1] * column.dtype.itemsize for column in others)

@@ -122,6 +122,6 @@ def place_choices(position_NK: Tensor, counts_e: Tensor, budget: int | None, *, 
 
 
 def _clip(counts_e: Tensor, num_rows: int) -> Tensor:
-    """Counts of rows one after the other that end at `num_rows`."""
+    """Cut the counts of experts whose rows lie behind one another, so that they end at `num_rows`."""
     starts_e = counts_e.cumsum(0) - counts_e
     return torch.minimum(counts_e, (num_rows - starts_e).clamp(min=0))
