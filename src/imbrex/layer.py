@@ -181,6 +181,8 @@ class MoELayer(nn.Module):
 
         kept_TK: bool [T, K]; keep exactly these choices, as recorded in `routing.kept_TK`.
         """
+        if not isinstance(x, Tensor):
+            self._refuse_no_tensor(x)
         if autocast_on(x):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         compiling = torch.compiler.is_compiling()
@@ -390,6 +392,18 @@ class MoELayer(nn.Module):
             problem = error
         if together:
             raise_in_data_group(self.ranks.data_group, problem)
+
+    def _refuse_no_tensor(self, x: object) -> None:
+        """Raise TypeError, and ValueError on the other ranks, which hear of it as of a wrong shape."""
+        error = TypeError(
+            f"MoELayer: x is a {type(x).__name__}; give tokens [..., {self.config.hidden_size}]"
+        )
+        try:
+            stand_in = torch.zeros((), dtype=torch.float32, device=self.gate.weight.device)
+            self._check(stand_in, None, together=self.gate.is_collective)
+        except ValueError:
+            raise error from None
+        raise error
 
     def _check_in_traced(self, x_TD: Tensor) -> Tensor | None:
         """The check-in of `_check` as an operator of a compiled graph, so that ranks that are not compiled

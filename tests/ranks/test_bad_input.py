@@ -139,6 +139,25 @@ def test_sparse_tokens_stop_the_layer_on_all_ranks(pool: Pool, losses: Any, kind
     assert answers.pop().startswith("dispatch: on rank 1, x is sparse or nested; give a plain tensor")
 
 
+def run_layer_without_tensor(ranks: Ranks, losses: Any) -> tuple[str, bool]:
+    """What a rank is told where one of them gives the layer no tensor; and whether the next call works."""
+    config = imbrex.MoEConfig(hidden_size=4, intermediate_size=4, num_experts=4, top_k=1)
+    layer = imbrex.MoELayer(config, ranks.group, transport="alltoall", losses=losses)
+    x: Any = torch.ones(2, 4)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        layer(None if ranks.rank == 1 else x)
+    return f"{caught.type.__name__}: {caught.value}", layer(x).shape == x.shape
+
+
+@pytest.mark.parametrize("losses", [None, imbrex.AuxLosses(z=0.1)], ids=["plain", "collective router"])
+def test_no_tensor_stops_the_layer_on_all_ranks(pool: Pool, losses: Any) -> None:
+    (theirs, works), (own, own_works) = pool.run(2, run_layer_without_tensor, losses)
+    assert own == "TypeError: MoELayer: x is a NoneType; give tokens [..., 4]"
+    assert theirs.startswith("ValueError: dispatch: on rank 1, x has ")
+    assert works
+    assert own_works
+
+
 def run_unequal_settings(ranks: Ranks, name: str) -> str:
     odd = ranks.rank == 1
     placement = from_slots(

@@ -169,10 +169,13 @@ def test_a_wrapper_that_would_mix_experts_is_refused(pool: Pool, kind: str, mend
 
 
 def run_unequal(ranks: Ranks, frozen: str, sync: str) -> str:
-    """What rank 0 or 1 is told where rank 1 alone has frozen something."""
+    """What rank 0 or 1 is told where rank 1 alone has frozen something, or has another dtype."""
     model = Model(Case(config=SMALL, tokens=(5, 2, 3, 8)), ranks.group)
     model(torch.randn(3, SMALL.hidden_size)).sum().backward()
-    model.get_parameter(frozen).requires_grad_(ranks.rank != 1)
+    if frozen:
+        model.get_parameter(frozen).requires_grad_(ranks.rank != 1)
+    elif ranks.rank == 1:
+        model.bfloat16()
     try:
         if sync == "in_backward":
             sync_in_backward(model)
@@ -189,8 +192,9 @@ def run_unequal(ranks: Ranks, frozen: str, sync: str) -> str:
         (
             "before.weight",
             "dense",
-            "sums gradients of {} with others, and ranks do of 2 to 3; give requires_g",
+            "sums gradients of {} with others, and ranks do of 2 to 3; give parameters the",
         ),
+        ("", "dense", "with others, and ranks do of as many of other shapes, dtypes or orders; give par"),
         ("before.weight", "in_backward", "sums gradients of {} with others, and ranks do of 2 to 3"),
         ("before.weight", "experts", ""),
         ("moe.experts.down_proj", "dense", ""),

@@ -244,6 +244,28 @@ def test_how_the_program_of_a_lost_rank_has_ended(how: str) -> None:
         ranks.close()
 
 
+def wait_in_a_backward(ranks: Ranks) -> str:
+    """What a rank is told that skips a backward, or that waits in it."""
+    config = imbrex.MoEConfig(hidden_size=4, intermediate_size=4, num_experts=2, top_k=1)
+    layer = imbrex.MoELayer(config, ranks.group, transport="alltoall", timeout=TIMEOUT_S)
+    x_TD = torch.randn(3, 4)
+    y_TD = layer(x_TD)
+    with pytest.raises(imbrex.RankLostError) as caught:
+        layer(x_TD) if ranks.rank == 1 else y_TD.sum().backward()
+    return str(caught.value)
+
+
+def test_a_backward_that_one_rank_skips_is_named() -> None:
+    ranks = Pool(2, timeout_s=120.0)
+    try:
+        here, there = ranks.run(2, wait_in_a_backward)
+    finally:
+        ranks.close()
+    assert "lost its peers in the backward pass, " in here
+    assert "; ranks wait for each other, rank 1 in plan of layer 0: " in here
+    assert "; ranks wait for each other, rank 0 in the backward pass, " in there
+
+
 def test_ranks_that_wait_for_each_other_say_where() -> None:
     ranks = Pool(2, timeout_s=120.0)
     try:

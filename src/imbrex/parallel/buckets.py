@@ -148,11 +148,11 @@ def refuse_unequal(layers: list[MoELayer], buckets: list[Bucket], *, dense: bool
     # host sync: with NCCL, where parameters are others than before
     count, checksum, fewest, least = extremes.tolist()
     if (count, checksum) != (-fewest, -least):
-        theirs = f"{-fewest} to {count}" if count != -fewest else "as many of other shapes or orders"
+        theirs = f"{-fewest} to {count}" if count != -fewest else "as many of other shapes, dtypes or orders"
         raise ValueError(
             "sync_gradients: ranks do not train the same parameters: this one sums gradients of "
-            f"{summary[0]} with others, and ranks do of {theirs}; give requires_grad the same value on all "
-            "ranks"
+            f"{summary[0]} with others, and ranks do of {theirs}; give parameters the same dtype and "
+            "requires_grad on all ranks"
         )
     _agreed[layers[0]] = ours
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,14 +104,10 @@ def finish(
         elif group is None:
             work.wait()
         else:
-            place, captured = _place(what), torch.cuda.is_current_stream_capturing()
+            where, captured = _where(what), torch.cuda.is_current_stream_capturing()
             bound = deadlines.bound_replays if captured else deadlines.bound
-            bound(
-                work.wait,
-                group,
-                timeout_s,
-                lambda: _silent(place, timeout_s, _missing(what, group, timeout_s)),
-            )
+            late = partial(_silent, where, what, timeout_s, group)
+            bound(work.wait, group, timeout_s, late)
     except RuntimeError as error:
         raise _lost(what, timeout_s, error, group) from error
 
@@ -184,35 +181,33 @@ def _lost(
     what: str, timeout_s: float, error: RuntimeError, group: dist.ProcessGroup | None = None
 ) -> RankLostError:
     """The words of gloo or NCCL, addresses and lines of their sources, are the cause's."""
-    place, missing = _place(what), _missing(what, group, timeout_s)
-    text = str(error).lower()
+    where, text = _where(what), str(error).lower()
     if any(word in text for word in ("timed out", "timeout", "time out")):
-        return _silent(place, timeout_s, missing)
+        return _silent(where, what, timeout_s, group)
     if "connection" in text or "peer" in text:
-        return RankLostError(f"{place}: a rank died or left{missing}")
-    return RankLostError(f"{place}: a rank died, left or was silent for {timeout_s:g} s{missing}")
+        why = "a rank died or left"
+    else:
+        why = f"a rank died, left or was silent for {timeout_s:g} s"
+    return _of_loss(where, why + call_roll(group, what, where, timeout_s))
 
 
-def _silent(place: str, timeout_s: float, missing: str) -> RankLostError:
-    return RankLostError(f"{place}: a rank was silent for {timeout_s:g} s{missing}")
+def _silent(where: str, what: str, timeout_s: float, group: dist.ProcessGroup | None) -> RankLostError:
+    roll = call_roll(group, what, where, timeout_s)
+    return _of_loss(where, f"a rank was silent for {timeout_s:g} s{roll}")
 
 
-def _place(what: str) -> str:
-    """Who is in which phase, in this thread."""
+def _of_loss(where: str, why: str) -> RankLostError:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    of = _of_layer(what)
+    return RankLostError(f"rank {rank} lost its peers in {where}: {why}")
+
+
+def _where(what: str) -> str:
+    """The phase of this thread, with its layer."""
+    of = f" of layer {_Place.layer}" if what in MOVES and _Place.layer is not None else ""
     if torch._C._current_graph_task_id() >= 0:
         # The same moves as in the forward, the other way round: their names would mislead.
         what = f"the backward pass{_BACKWARD.get(what, f', {what}')}"
-    return f"rank {rank} lost its peers in {what}{of}"
-
-
-def _of_layer(what: str) -> str:
-    return f" of layer {_Place.layer}" if what in MOVES and _Place.layer is not None else ""
-
-
-def _missing(what: str, group: dist.ProcessGroup | None, timeout_s: float) -> str:
-    return call_roll(group, what, f"{what}{_of_layer(what)}", timeout_s)
+    return f"{what}{of}"
 
 
 class _Inherited:
