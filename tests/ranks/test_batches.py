@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,22 @@ def test_a_loader_that_raises_ends_every_loop(pool: Pool) -> None:
     assert steps == 2
     assert own == "OSError: no such shard"
     assert theirs == "ValueError: even: on rank 1, the loader raised OSError('no such shard')"
+
+
+def run_without_batches(ranks: Ranks) -> str:
+    wrong: Any = 3 if ranks.rank == 1 else [torch.ones(1, 4)]
+    with pytest.raises((TypeError, ValueError)) as caught:
+        list(even(wrong, ranks.group))
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def test_what_is_no_loader_ends_every_loop(pool: Pool) -> None:
+    theirs, own = pool.run(2, run_without_batches)
+    assert own == "TypeError: 'int' object is not iterable"
+    assert theirs.startswith("ValueError: even: on rank 1, the loader raised TypeError")
+    wrong: Any = "WORLD"
+    with pytest.raises(ValueError, match=r"even: group is .WORLD.; give a process group"):
+        list(even([], wrong))
 
 
 def test_one_process_has_all_batches() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from imbrex.experts.experts import Experts
 from imbrex.parallel import checkpoint
 from imbrex.placement import from_slots
 from imbrex.router.gates import Gate
-from tests.ranks.pool import Ranks
+from tests.ranks.pool import Pool, Ranks
 
 CONFIG = imbrex.MoEConfig(
     hidden_size=6,
@@ -291,3 +292,27 @@ def test_all_ranks_fall_back_to_the_same_older_one(pool, tmp_path):
     (first, said), (second, nothing) = pool.run(2, load_with_one_shard_damaged, str(tmp_path))
     assert (first, second, nothing) == (3, 3, [])
     assert any("__1_0.distcp was changed" in text and "an older one is tried" in text for text in said)
+
+
+def call_alone(ranks: Ranks, directory: str, name: str) -> str:
+    """What the first rank is told that saves or loads by itself."""
+    if ranks.rank == 1:
+        time.sleep(1.0)
+        return ""
+    more = {"step": 1} if name == "save" else {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IMBREX_TIMEOUT_S", "0.5")
+        with pytest.raises(imbrex.RankLostError) as caught:
+            getattr(checkpoint, name)(directory, torch.nn.Linear(2, 2), None, group=ranks.group, **more)
+    return str(caught.value)
+
+
+def test_a_rank_that_saves_or_loads_alone_is_told(tmp_path):
+    for name in ("save", "load", "load_latest"):
+        alone = Pool(2, timeout_s=60.0)
+        try:
+            said, _ = alone.run(2, call_alone, str(tmp_path), name)
+        finally:
+            alone.close()
+        assert f"lost its peers in checkpoint.{name}: a rank was silent for 0.5 s; not heard of since" in said
+        assert said.endswith("call it on every rank, not on the first alone")

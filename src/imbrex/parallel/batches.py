@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import NoneType
 from typing import TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from imbrex.exchange.agreement import raise_together
 from imbrex.layer import MoELayer
 from imbrex.parallel.buckets import moe_layers
 from imbrex.runtime import waits
+from imbrex.runtime.checks import expect
 from imbrex.runtime.words import words
 from imbrex.transport.collective import Collective
 from imbrex.transport.groups import hosts_of
@@ -46,13 +48,16 @@ def even(batches: Iterable[Batch], group: dist.ProcessGroup | None) -> Iterator[
 
     Raises ValueError on every rank where one rank's loader raises, with that rank's error.
     """
+    kinds = (dist.ProcessGroup, NoneType)
+    expect("even: group", group, kinds, "give a process group, as torch.distributed.group.WORLD")
     if group is None or group.size() == 1:
         yield from batches
         return
-    hosts, own, number = hosts_of(group), iter(batches), 0
+    hosts, own, number = hosts_of(group), None, 0
     while True:
         batch, ended, problem = None, False, None
         try:
+            own = iter(batches) if own is None else own
             batch = next(own)
         except StopIteration:
             ended = True

@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from imbrex.guards import PartialStateWarning
 from imbrex.parallel import checkpoint_files as files
 from imbrex.parallel.checkpoint_files import CheckpointDamaged, StreamEvent, clear
 from imbrex.parallel.logical_tensors import Layout, LoadPlanner, SavePlanner, layouts
+from imbrex.runtime import waits
+from imbrex.transport.collective import device_of
 
 __all__ = ["CheckpointDamaged", "clear", "latest", "load", "load_latest", "save", "step_of"]
 
@@ -54,6 +57,7 @@ def save(
     Raises ValueError for an `extra`, `step` or `keep` that cannot be, and OSError (a full or read-only disk,
     a rank that does not see it), with no new checkpoint left behind.
     """
+    _meet(group, "save")
     finals = _of_all(group, lambda: _check(directory, step, keep, extra))
     _refuse_several_steps(finals)
     final = finals[0]
@@ -85,6 +89,7 @@ def load(
     is one of another shape, CheckpointDamaged, an OSError, where its files are not what was written.
     """
     path = Path(path)
+    _meet(group, "load")
     try:
         return _load(path, model, optimizer, group)
     except CheckpointDamaged as error:
@@ -106,6 +111,7 @@ def load_latest(
     One that is damaged is passed over, with a warning on the first rank, for the next older one. Raises
     CheckpointDamaged where all are.
     """
+    _meet(group, "load_latest")
     paths: list[Path] = _on_first(group, lambda: files.marked(Path(directory)))
     damaged: CheckpointDamaged | None = None
     for path in reversed(paths):
@@ -308,6 +314,21 @@ def _ranks(group: dist.ProcessGroup | None) -> int:
 
 def _is_first(group: dist.ProcessGroup | None) -> bool:
     return not _distributed() or dist.get_rank(group) == 0
+
+
+def _meet(group: dist.ProcessGroup | None, what: str) -> None:
+    """Raise RankLostError where a rank does not come to this call within the usual time-out: what follows
+    waits for as long as a disk may take."""
+    if _ranks(group) == 1:
+        return
+    whole = group or dist.group.WORLD
+    assert whole is not None
+    here = torch.zeros(1, dtype=torch.int32, device=device_of(whole))
+    try:
+        call = partial(dist.all_reduce, here, group=whole, async_op=True)
+        waits.run(f"checkpoint.{what}", call, on_host=not here.is_cuda, group=whole)
+    except waits.RankLostError as error:
+        raise waits.RankLostError(f"{error}; call it on every rank, not on the first alone") from error
 
 
 def _on_all(group: dist.ProcessGroup | None, call: Callable[[], Any]) -> Any:
