@@ -10,8 +10,8 @@ from imbrex.cli import main
 from tests import tracing
 from tests.ranks.forked import run_ranks
 
-SMALL = ["--steps", "16", "--checkpoint-every", "8", "--batch", "8", "--length", "64", "--hidden", "64"]
-SMALL += ["--expert-width", "64", "--layers", "2", "--timeout", "20"]
+SMALL = ["--steps", "16", "--checkpoint-every", "8", "--batch", "8", "--length", "64", "--hidden", "32"]
+SMALL += ["--expert-width", "32", "--layers", "2", "--timeout", "20"]
 
 
 def demo(*words, ranks, out, hidden=""):

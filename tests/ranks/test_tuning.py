@@ -11,7 +11,7 @@ import pytest
 
 import imbrex
 from imbrex.cli import main
-from imbrex.overlap import Auto, auto, tuner
+from imbrex.overlap import Auto, auto, profiler, tuner
 from imbrex.overlap.tuner import broadcast_text
 from tests.ranks.forked import run_ranks
 from tests.ranks.layer_jobs import Case, make_layer, tokens_of
@@ -24,18 +24,19 @@ def run_once(
     ranks: Ranks, folders: list[str], tokens: int = 12, options: dict[str, Any] | None = None
 ) -> tuple[int, str]:
     """How often a layer's first call measured, and its reason. folders: the cache of every rank; nothing is
-    remembered from calls before, as in a new process."""
+    remembered from calls before, as in a new process. Nobody wants the times, so each is of one run."""
     counted, before = [], auto.measure
     settings: dict[str, Any] = {"degrees": (1, 2), **(options or {})}
 
     def counting(*given, **more):
         counted.append(1)
-        return before(*given, **more)
+        return before(*given, **more, repeats=1)
 
     tuner._remembered.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("IMBREX_CACHE_DIR", folders[ranks.rank])
         patch.setattr(auto, "measure", counting)
+        patch.setattr(profiler, "TASK_REPEATS", 1)
         schedule = Auto(**settings)
         case = Case(config=SMALL, tokens=(tokens, 3), options={"transport": "alltoall", "schedule": schedule})
         layer = make_layer(case, ranks.group)
