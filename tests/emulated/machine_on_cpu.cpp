@@ -63,6 +63,8 @@ struct Machine {
     void* main[5];
     std::vector<std::unique_ptr<Room>> blocks;
     size_t fibers = 0;  // begun so far
+    std::vector<u64> awake;  // a bit for each fiber in order: others wait for a rendezvous
+    size_t ended = 0;        // fibers that are to be removed
     std::vector<Copy> loads;
     std::mt19937 random;
     bool unrest = false;
@@ -119,13 +121,10 @@ inline void enter(Fiber& fiber) {
 __attribute__((noinline)) static void yield() {
     if (!__builtin_setjmp(self().place)) jump(machine->main);
 }
-static void wait_change(const u32* word, u32 value) {
-    while (*word == value) {
-        self().wait_word = word;
-        self().wait_value = value;
-        yield();
-    }
-    self().wait_word = nullptr;
+inline bool is_awake(size_t at) { return machine->awake[at / 64] >> at % 64 & 1; }
+inline void set_awake(size_t at, bool awake) {
+    u64& word = machine->awake[at / 64];
+    word = (word & ~(1ull << at % 64)) | u64(awake) << at % 64;
 }
 u32 draw() { return static_cast<u32>(machine->random()); }
 bool unrest() { return machine->unrest; }
@@ -144,10 +143,14 @@ bool meet(Rendezvous& r, u32 expected, bool value) {
     if (++r.arrived == expected) {
         r.result = r.all;
         r.arrived = 0;
-        ++r.generation;
+        for (Fiber* one = r.asleep; one; one = one->next) set_awake(one->at, true);
+        r.asleep = nullptr;
         return r.result;
     }
-    wait_change(&r.generation, r.generation);
+    self().next = r.asleep;
+    r.asleep = &self();
+    set_awake(self().at, false);
+    yield();
     const bool result = r.result;
     if (machine->unrest && machine->random() % 128 == 0) nap(1 + machine->random() % 64);  // lanes drift apart
     return result;
@@ -213,6 +216,7 @@ inline void start_fiber() {
     for (auto& group : own().groups)
         for (auto& copy : group) finish_store(copy);
     self().done = true;
+    ++machine->ended;
     Block& block = *self().block;
     --block.alive;
     yield();
@@ -325,7 +329,6 @@ inline Thread* take_fiber() {
     if (spare_fibers.empty()) return new Thread();
     Thread* fiber = spare_fibers.back().release();
     spare_fibers.pop_back();
-    fiber->wait_word = nullptr;
     fiber->nap = 0;
     fiber->done = fiber->patient = false;
     for (auto* left : {&fiber->groups, &fiber->loading}) left->clear();
@@ -372,6 +375,9 @@ inline void start_launch(const Launch& launch, unsigned stream, u64 round, std::
             fiber.until = until + (apart ? now.random() % 16 : 0);
             // Not all at one place of a page: they would push each other out of the cache.
             begin_at(fiber, fiber.stack.get() + kStack - ++now.fibers * 576 % 8192);
+            fiber.at = static_cast<unsigned>(alive.size());
+            if (fiber.at % 64 == 0) now.awake.push_back(0);
+            set_awake(fiber.at, true);
             alive.push_back(&fiber);
         }
     }
@@ -401,31 +407,40 @@ inline void disturb(const std::vector<Fiber*>& alive, u64 round, bool ranks) {
 inline bool run_round(const std::vector<Fiber*>& alive, u64 round) {
     const size_t offset = machine->random() % alive.size();
     bool polls = false, works = false, waits = false;
-    for (size_t i = 0, place = offset; i < alive.size(); ++i, ++place) {
-        if (place == alive.size()) place = 0;
-        Fiber* fiber = alive[place];
-        if (fiber->until > round || (fiber->wait_word && *fiber->wait_word == fiber->wait_value)) continue;
-        if (fiber->nap && --fiber->nap) continue;
-        fiber->patient = false;
-        enter(*fiber);
-        polls |= fiber->nap != 0;
-        works |= fiber->nap == 0;
-        waits |= fiber->patient;
-    }
+    for (auto [place, end] : {std::pair(offset, alive.size()), std::pair(size_t{0}, offset)})
+        for (; place < end; ++place) {
+            const u64 rest = machine->awake[place / 64] >> place % 64;
+            place = rest ? place + __builtin_ctzll(rest) : place | 63;
+            if (!rest || place >= end) continue;
+            Fiber* fiber = alive[place];
+            if (fiber->until > round || (fiber->nap && --fiber->nap)) continue;
+            fiber->patient = false;
+            enter(*fiber);
+            polls |= fiber->nap != 0;
+            works |= fiber->nap == 0;
+            waits |= fiber->patient;
+        }
     machine->quiet = works || !machine->loads.empty() ? 0 : machine->quiet + waits;
     return polls;
 }
 
 inline void remove_done(std::vector<Fiber*>& alive, std::vector<Stream>& streams) {
+    if (machine->ended == 0) return;
     size_t kept = 0;
     for (Fiber* fiber : alive)
-        if (!fiber->done) alive[kept++] = fiber;
-        else {
+        if (!fiber->done) {
+            set_awake(kept, is_awake(fiber->at));
+            fiber->at = static_cast<unsigned>(kept);
+            alive[kept++] = fiber;
+        } else {
             --streams[fiber->block->stream].running;
             if (spare_fibers.size() < kSpare) spare_fibers.emplace_back(static_cast<Thread*>(fiber));
             else delete static_cast<Thread*>(fiber);
         }
     alive.resize(kept);
+    machine->awake.resize((kept + 63) / 64);
+    if (kept % 64) machine->awake.back() &= (1ull << kept % 64) - 1;
+    machine->ended = 0;
 }
 
 static int run_all(std::vector<Stream> streams, unsigned seed, bool unrest, bool alone, double limit, Told told, Trace* trace) {

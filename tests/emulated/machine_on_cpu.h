@@ -42,7 +42,8 @@ using std::min;
 
 namespace emu {
 
-struct Rendezvous { u32 arrived = 0, generation = 0; bool all = true, result = true; };
+struct Fiber;
+struct Rendezvous { u32 arrived = 0; bool all = true, result = true; Fiber* asleep = nullptr; };  // asleep: who waits here
 
 struct Block {
     u8* shared;
@@ -56,8 +57,8 @@ struct Block {
 
 struct alignas(64) Fiber {
     // What every round looks at, in one line of the cache.
-    const u32* wait_word = nullptr;  // runnable again when it differs from wait_value
-    u32 wait_value = 0;
+    Fiber* next = nullptr;  // that waits for the same
+    unsigned at = 0;        // its place in the machine's order
     u32 nap = 0;
     u64 until = 0;  // the round in which the adversary lets it go on
     bool done = false;
