@@ -1,10 +1,11 @@
 """Every rank loads its own experts, or its piece of them; together they compute the block."""
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 import imbrex
 from imbrex.adapters.huggingface import (
@@ -160,3 +161,21 @@ def test_continuous_batching_of_the_same_requests_on_every_rank(pool):
     for together, alone in pool.run(2, batched_continuously):
         assert together == alone
         assert sum(map(len, alone)) > 9
+
+
+def replaced_unequally(ranks: Ranks, equal: bool):
+    """What a rank is warned of whose model was drawn by the same seed, or by another."""
+    config = model_of("qwen3_moe").config
+    torch.manual_seed(0 if equal else ranks.rank)
+    model = AutoModelForCausalLM.from_config(config)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        replace_blocks(model, ranks.group)
+    return [str(one.message) for one in caught if "other weights" in str(one.message)]
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_models_that_differ_between_ranks_are_named(pool, equal):
+    for told in pool.run(2, replaced_unequally, equal):
+        assert bool(told) != equal
+        assert equal or "rank 1 has other weights than rank 0" in told[0]

@@ -210,6 +210,7 @@ def end_or_wait_elsewhere(ranks: Ranks, how: str) -> str:
     """What rank 0 is told whose peer's program ends before its call, or which waits where its peer is not."""
     transport = AllToAll(ranks.group)
     exchange = imbrex.Exchange(contiguous(2, 2), 4, 1, group=ranks.group, transport=transport)
+    waits.enter(0)
     dist.barrier(ranks.group)
     transport.timeout_s = 60.0 if how != "elsewhere" else TIMEOUT_S
     with pytest.MonkeyPatch.context() as patch:
@@ -235,7 +236,7 @@ def end_or_wait_elsewhere(ranks: Ranks, how: str) -> str:
 @pytest.mark.parametrize("how", ["raises", "ends"])
 def test_how_the_program_of_a_lost_rank_has_ended(how: str) -> None:
     ranks = Pool(2, timeout_s=120.0, grace_s=10.0)
-    said = "rank 0 lost its peers in plan: a rank died or left; the program of rank 1 has ended "
+    said = "rank 0 lost its peers in plan of layer 0: a rank died or left; the program of rank 1 has ended "
     said += r"with ValueError: no\n" if how == "raises" else "without an exception; a rank with fewer batches"
     try:
         with pytest.raises(RankError, match=said):
@@ -273,7 +274,7 @@ def test_ranks_that_wait_for_each_other_say_where() -> None:
     finally:
         ranks.close()
     assert "; ranks wait for each other, rank 1 in route: all must make the same calls" in here
-    assert "; ranks wait for each other, rank 0 in plan: all must make the same calls" in there
+    assert "; ranks wait for each other, rank 0 in plan of layer 0: all must make the same calls" in there
 
 
 ENDS = """
@@ -292,3 +293,25 @@ roll._told[held] = 3
 def test_the_end_of_a_program_that_has_a_layer_looks_at_threads_and_tells_others() -> None:
     told = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, cwd=ROOT)
     assert told.stdout == "imbrex/ended/3 without an exception\n7\n", told.stderr
+
+
+def make_alone(ranks: Ranks) -> str:
+    """What a rank is told that makes a layer which its peer does not make."""
+    waits._Place.layer = None
+    if ranks.rank == 1:
+        time.sleep(1.0)
+        return ""
+    config = imbrex.MoEConfig(hidden_size=4, intermediate_size=4, num_experts=2, top_k=1)
+    with pytest.raises(imbrex.RankLostError) as caught:
+        imbrex.MoELayer(config, ranks.group, transport="alltoall", timeout=TIMEOUT_S)
+    return str(caught.value)
+
+
+def test_a_layer_that_one_rank_makes_has_no_batches_to_count() -> None:
+    ranks = Pool(2, timeout_s=120.0)
+    try:
+        said, _ = ranks.run(2, make_alone)
+    finally:
+        ranks.close()
+    assert "lost its peers in the set-up of Exchange: a rank was silent for 0.5 s; not heard of since" in said
+    assert said.endswith("rank 1; make it on every rank of the group")

@@ -247,7 +247,11 @@ def agree(
     one, and a sentence that names this rank on the others; or a sentence that names the setting that differs.
     """
     values = [v if isinstance(v, int) else zlib.crc32(v.encode()) for v in settings.values()]
-    words_W = backend.exchange_counts(words(problem is not None, *own, *values))
+    try:
+        words_W = backend.exchange_counts(words(problem is not None, *own, *values))
+    except RankLostError as error:
+        text = str(error).removesuffix(UNEVEN).replace("in plan", f"in the set-up of {what}")
+        raise RankLostError(f"{text}; make it on every rank of the group") from error
     if problem is not None:
         raise problem
     wrong, values_W = words_W[:, 0].nonzero().flatten(), words_W[:, 1 + len(own) :]

@@ -36,6 +36,8 @@ def call_roll(group: dist.ProcessGroup | None, what: str, where: str, timeout_s:
     its layer."""
     if group is None or not dist.is_initialized() or group.size() == 1:
         return ""
+    # Before a call names its layer, a rank is in set-up.
+    begins = what in BEGINS and (what != "plan" or "layer" in where)
     try:
         store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore
         mine, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
@@ -46,17 +48,19 @@ def call_roll(group: dist.ProcessGroup | None, what: str, where: str, timeout_s:
             silent = {r for r in silent if _lost_lately(store, r, timeout_s) is None}
         if not silent:
             return _who_is_where(store, sorted({*ranks} - {mine}), where, timeout_s)
-        return _on_the_silent(group, sorted(silent), what)
+        return _on_the_silent(group, sorted(silent), begins)
     except (RuntimeError, ValueError):
         # The store went with the rank that held it, rank 0 or a launcher: nobody knows more.
-        return "" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else _without_store(group, what)
+        return (
+            "" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else _without_store(group, begins)
+        )
 
 
-def _without_store(group: dist.ProcessGroup, what: str) -> str:
+def _without_store(group: dist.ProcessGroup, begins: bool) -> str:
     """Words where rank 0 held the store of all ranks, and has died or left with it."""
     if dist.get_rank() == 0 or 0 not in dist.get_process_group_ranks(group):
         return ""
-    return "; gone with the store that it held: rank 0" + UNEVEN * (what in BEGINS)
+    return "; gone with the store that it held: rank 0" + UNEVEN * begins
 
 
 def _who_is_where(store: Any, others: list[int], where: str, timeout_s: float) -> str:
@@ -68,10 +72,10 @@ def _who_is_where(store: Any, others: list[int], where: str, timeout_s: float) -
     return f"; ranks wait for each other, {listed}: all must make the same calls in the same order"
 
 
-def _on_the_silent(group: dist.ProcessGroup, silent: list[int], what: str) -> str:
+def _on_the_silent(group: dist.ProcessGroup, silent: list[int], begins: bool) -> str:
     store: Any = group.get_group_store()  # pyright: ignore[reportAttributeAccessIssue]
     ended = {r: store.get(_end_of(r)).decode() for r in silent if store.check([_end_of(r)])}
-    unheard, uneven = [r for r in silent if r not in ended], what in BEGINS
+    unheard, uneven = [r for r in silent if r not in ended], begins
     words = "".join(f"; the program of rank {r} has ended {how}" for r, how in ended.items())
     if unheard:
         words += f"; not heard of since: rank{'s' * (len(unheard) > 1)} {', '.join(map(str, unheard))}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Mapping
 from functools import partial
 from types import MethodType
@@ -83,6 +84,7 @@ def replace_blocks(
             stacklevel=2,
         )
         settings.output_router_logits = False
+    _tell_of_unequal(layers)
     _bind(model, layers[0])
     return layers
 
@@ -96,6 +98,27 @@ def moe_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
         and isinstance(getattr(child, "experts", None), nn.Module)
         and not isinstance(child, MoELayer)
     ]
+
+
+def _tell_of_unequal(layers: list[MoELayer]) -> None:
+    """Warn on every rank where one has other gates than the first: then its other weights differ too, and
+    stay so. Gates are small, and were drawn or read before the experts."""
+    gates = [layer.gate.weight.detach() for layer in layers]
+    if any(gate.is_meta for gate in gates):
+        return
+    checksum = 0
+    for gate in gates:
+        # host sync: once, as the model is made
+        checksum = zlib.crc32(gate.cpu().contiguous().view(torch.uint8).numpy().tobytes(), checksum)
+    heard = Team(layers, "replace_blocks").hear(checksum)
+    other = next((rank for rank, sum_ in sorted(heard.items()) if sum_ != heard[min(heard)]), None)
+    if other is not None:
+        warnings.warn(
+            f"replace_blocks: rank {other} has other weights than rank {min(heard)}, so ranks would train "
+            "different models: begin with the same on all, by from_pretrained or by torch.manual_seed before "
+            "the model is made",
+            stacklevel=3,
+        )
 
 
 def restore_blocks(model: nn.Module) -> list[nn.Module]:
