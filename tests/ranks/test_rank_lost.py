@@ -138,7 +138,9 @@ def test_the_others_are_told(how: str, phase: str, few_bytes: int) -> None:
     try:
         why = "a rank died or left" if how == "dies" else "a rank was silent for 0.5 s"
         said = rf"waited long enough: rank 0 lost its peers in {phase} of layer 0: {why}; "
-        said += "not heard of since: rank 1" + (r"\n", "; a rank with fewer batches")[phase == "plan"]
+        said += (
+            "not heard of since: rank 1" + (r"\n", "; a rank that calls a layer fewer times")[phase == "plan"]
+        )
         with pytest.raises(RankError, match=said):
             ranks.run(2, run_and_lose, how, phase, few_bytes)
     finally:
@@ -237,7 +239,11 @@ def end_or_wait_elsewhere(ranks: Ranks, how: str) -> str:
 def test_how_the_program_of_a_lost_rank_has_ended(how: str) -> None:
     ranks = Pool(2, timeout_s=120.0, grace_s=10.0)
     said = "rank 0 lost its peers in plan of layer 0: a rank died or left; the program of rank 1 has ended "
-    said += r"with ValueError: no\n" if how == "raises" else "without an exception; a rank with fewer batches"
+    said += (
+        r"with ValueError: no\n"
+        if how == "raises"
+        else "without an exception; a rank that calls a layer fewer times"
+    )
     try:
         with pytest.raises(RankError, match=said):
             ranks.run(2, end_or_wait_elsewhere, how)

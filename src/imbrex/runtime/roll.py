@@ -16,8 +16,8 @@ ROLL_S = 1.0
 BEGINS = ("plan", "route", "schedule events")
 """Phases in which a call begins: a rank that makes fewer calls is missed there."""
 UNEVEN = (
-    "; a rank with fewer batches than others is lost in this way: give every rank as many, by "
-    "imbrex.parallel.batches.even(batches, group), drop_last=True or batches without tokens"
+    "; a rank that calls a layer fewer times is lost in this way: give every rank as many batches, by "
+    "drop_last=True or imbrex.parallel.batches.even, or evaluate inside its in_step(model)"
 )
 WELL = "without an exception"
 _told: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
