@@ -105,9 +105,17 @@ def test_a_compile_error_is_one_sentence_with_the_compilers_words(sources: Path)
 
 
 def test_read_only_cache_still_compiles(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a process, whatever number of its entries are wanted."""
     (sources / "file").write_text("")
     monkeypatch.setenv("IMBREX_CACHE_DIR", str(sources / "file"))
-    assert jit.compile_variant(small()).cubin[:4] == b"\x7fELF"
+    (sources / "both.cu").write_text(SMALL + SMALL.replace("small", "other"))
+    one, other = (
+        jit.Variant(source="both.cu", entry=entry, defines=(("FACTOR", 3),)) for entry in ("small", "other")
+    )
+    cubin = jit.compile_variant(one).cubin
+    assert cubin[:4] == b"\x7fELF"
+    monkeypatch.setattr(jit, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert jit.compile_variant(other).cubin == cubin
 
 
 def _compile_in_child(directory: str, queue: multiprocessing.Queue[int]) -> None:

@@ -138,4 +138,12 @@ DOORS = [
         "    return not ended\n",
         ("ranks/test_batches.py::test_loops_end_with_the_shortest_on_every_rank",),
     ),
+    Fault(
+        "helps-outside-autocast",
+        "parallel/batches.py",
+        "a rank that helps others has tokens of another dtype than theirs under autocast",
+        "enabled=dtype is not None):",
+        "enabled=False):",
+        ("ranks/test_batches.py::test_who_helps_does_so_under_the_autocast_of_the_call",),
+    ),
 ]

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import imbrex
 from imbrex.parallel.batches import even, in_step
@@ -126,6 +129,40 @@ def test_a_rank_that_fails_in_its_loop_helps_the_others(pool: Pool, how: str, sa
     (first, nothing), (second, told) = pool.run(2, evaluate, [3, 1], how)
     assert (first, second, nothing) == (True, True, "")
     assert said in told
+
+
+def evaluate_mixed(ranks: Ranks) -> list[torch.dtype]:
+    """Calls under autocast inside of the context, more of them on rank 0."""
+    model, dtypes = imbrex.MoELayer(CONFIG, ranks.group).eval(), []
+    with torch.no_grad(), in_step(model):
+        for _ in range(2 - ranks.rank):
+            with torch.autocast("cpu", torch.bfloat16):
+                dtypes.append(model(torch.ones(1, 4)).dtype)
+    return dtypes
+
+
+def test_who_helps_does_so_under_the_autocast_of_the_call(pool: Pool) -> None:
+    assert pool.run(2, evaluate_mixed) == [[torch.bfloat16] * 2, [torch.bfloat16]]
+
+
+def enter_wrapped(ranks: Ranks, how: str) -> str:
+    layer = imbrex.MoELayer(CONFIG, ranks.group)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), layer)
+    if how == "ddp":
+        imbrex.ignore_in_ddp(model)
+        model = DistributedDataParallel(model, process_group=ranks.group)
+    else:
+        mesh = DeviceMesh.from_group(ranks.group, "cpu")
+        fully_shard(model, mesh=mesh, ignored_params=set(imbrex.expert_parameters(model)))
+    with pytest.raises(ValueError, match="in_step") as caught, in_step(model.eval()):
+        pass
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_models_that_communicate_outside_of_layers_are_refused(pool: Pool, how: str) -> None:
+    for said in pool.run(2, enter_wrapped, how):
+        assert "communicates in every call" in said
 
 
 def test_models_that_nobody_helps_are_refused(pool: Pool) -> None:

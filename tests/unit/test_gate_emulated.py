@@ -76,6 +76,14 @@ def test_as_the_operators(name: str, tokens: int) -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6 * gate.scale)
 
 
+def test_a_scale_may_be_a_whole_number() -> None:
+    """As JSON has it: `"routed_scaling_factor": 16`."""
+    logits_TE = torch.randn(3, 8)
+    whole, real = (choose_experts(logits_TE, None, Gate(scale=scale).choice(2))[1] for scale in (16, 16.0))
+    assert torch.equal(whole, real)
+    torch.testing.assert_close(whole.sum(-1), torch.full((3,), 16.0))
+
+
 def test_choices_that_are_not_kept_have_no_expert() -> None:
     """A mask of tokens, as an engine gives it, and one of choices; with gradients as without."""
     gate, experts, top_k = GATES["scores as they are"]

@@ -188,7 +188,7 @@ def compile_variant(variant: Variant) -> Compiled:
     sources = sources_of(variant)
     compiler = cuda_ok(nvrtc.nvrtcVersion(), "reading the NVRTC version")
     path = cache_directory() / f"{cache_key(variant, sources, compiler)}.bin"
-    entries = _read_cache(path)
+    entries = _unwritten.get(path) or _read_cache(path)
     if entries is None:
         entries = _compile(variant, sources)
         _write_cache(path, entries)
@@ -262,6 +262,10 @@ def _nvrtc_bytes(size_of: Any, fetch: Any, program: Any) -> bytes:
     return bytes(buffer)
 
 
+_unwritten: dict[Path, dict[str, Compiled]] = {}
+"""Sources compiled by this process that it could not write, by the files that it would be in."""
+
+
 def _read_cache(path: Path) -> dict[str, Compiled] | None:
     try:
         head, _, cubin = path.read_bytes().partition(b"\n")
@@ -287,7 +291,7 @@ def _write_cache(path: Path, entries: dict[str, Compiled]) -> None:
             file.write(json.dumps(head).encode() + b"\n" + cubin)
         os.replace(file.name, path)
     except OSError:
-        return  # a read-only home costs a compilation a process, never a failure
+        _unwritten[path] = entries  # a read-only home costs a compilation a process, never a failure
 
 
 def cuda_ok(result: tuple[Any, ...], doing: str) -> Any:

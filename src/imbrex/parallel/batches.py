@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imbrex.exchange.agreement import raise_together
+from imbrex.exchange.agreement import DTYPES, raise_together
 from imbrex.layer import MoELayer
 from imbrex.parallel.buckets import moe_layers
 from imbrex.runtime import waits
@@ -37,6 +37,10 @@ __all__ = ["even", "in_step"]
 """The names for adapters."""
 
 Batch = TypeVar("Batch")
+WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+"""Classes of torch, by name since their import takes 0.3 s, of which a module communicates in its calls."""
+NO_CALL, PLAIN_CALL = 0, 1
+"""Words that ranks tell each other before a call. Greater numbers are of calls under autocast."""
 
 
 def even(batches: Iterable[Batch], group: dist.ProcessGroup | None) -> Iterator[Batch]:
@@ -97,10 +101,12 @@ def in_step(model: nn.Module) -> Iterator[None]:
 
     Before a call ranks tell each other, by one message between hosts. A rank that has left its batches behind
     goes on in the layers alone, without tokens, until all ranks have: so leaving the context waits for all.
-    Collective: every rank enters it. Calls must be seen by Python, so they are no replays of CUDA graphs.
+    Autocast around a call is that of its layers on all ranks. Collective: every rank enters it. Calls must be
+    seen by Python, so they are no replays of CUDA graphs.
 
-    Raises ValueError where the model has no MoELayer, where its ranks must have the same tokens, and in a
-    call of a model that is training: its backward would not be shared.
+    Raises ValueError where the model has no MoELayer, where its ranks must have the same tokens, where it
+    communicates outside of its layers, and in a call of a model that is training: its backward would not be
+    shared.
     """
     layers = moe_layers(model)
     if not layers or any(layer.exchange.transport.replicated for layer in layers):
@@ -110,11 +116,13 @@ def in_step(model: nn.Module) -> Iterator[None]:
         )
     ranks = layers[0].ranks
     groups = [hosts_of(g) for g in (ranks.group, ranks.data_group) if g is not None and g.size() > 1]
+    if groups:
+        _refuse_wrapped(model)
 
     def call(module: nn.Module, *_: object) -> None:
         if module.training:
             raise ValueError("in_step: this model is training; call model.eval(), or see batches.even")
-        _anybody_calls(groups, mine=True)
+        _next_call(groups, _call_now(layers[0]))
 
     hook = model.register_forward_pre_hook(call)
     try:
@@ -130,19 +138,40 @@ def in_step(model: nn.Module) -> Iterator[None]:
         _help(groups, layers)
 
 
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Raise ValueError where a call of the model communicates by itself: helpers call its layers alone."""
+    kinds = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    if kinds & WRAPPERS:
+        raise ValueError(
+            "in_step: DistributedDataParallel or FSDP wraps the model, and communicates in every call of it; "
+            "give and call the module inside of DistributedDataParallel, or with FSDP call the model equally "
+            "often on every rank, without tokens where there are none"
+        )
+
+
 @torch.no_grad()
 def _help(groups: Sequence[dist.ProcessGroup], layers: Sequence[MoELayer]) -> None:
     """Take part, without tokens, in the calls of others, until there are none."""
-    while groups and _anybody_calls(groups, mine=False):
+    while groups and (call := _next_call(groups, NO_CALL)) != NO_CALL:
+        dtype = None if call == PLAIN_CALL else DTYPES[call - PLAIN_CALL - 1]
         for layer in layers:
             weight = next(layer.experts.parameters())
-            layer(weight.new_zeros(0, layer.config.hidden_size))
+            with torch.autocast(weight.device.type, dtype, enabled=dtype is not None):
+                layer(weight.new_zeros(0, layer.config.hidden_size))
 
 
-def _anybody_calls(groups: Sequence[dist.ProcessGroup], *, mine: bool) -> bool:
-    """Whether this rank or another one calls the model now."""
+def _call_now(layer: MoELayer) -> int:
+    """This rank's word of a call: whether it is under autocast, and of which dtype."""
+    kind = layer.gate.weight.device.type
+    if not torch.is_autocast_enabled(kind):
+        return PLAIN_CALL
+    return PLAIN_CALL + 1 + DTYPES.index(torch.get_autocast_dtype(kind))
+
+
+def _next_call(groups: Sequence[dist.ProcessGroup], mine: int) -> int:
+    """The call that this rank or another one makes of the model now."""
     for group in groups:
-        mine = bool(_tell(group, words(mine)).any())
+        mine = int(_tell(group, words(mine)).max())
     return mine
 
 

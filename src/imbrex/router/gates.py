@@ -109,7 +109,7 @@ class Gate:
             open_groups=0 if groups is None else groups.topk_groups,
             best_two=groups is not None and groups.by == "top2",
             normalize=self.normalize,
-            scale=self.scale,
+            scale=float(self.scale),  # of a whole number kernels would read the bits
         )
 
 
