@@ -70,8 +70,8 @@ coverage: $(DEV)  ## the tests once more, with their lines counted: at least 90 
 	$(BIN)/coverage erase
 	$(UNIT) --cov --cov-report=term
 
-matrix: $(DEV)  ## every codec x transport x schedule x tensor ranks, forward and backward, on 4 and 8 ranks
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ranks/test_matrix.py --matrix full -n 2 $(ARGS)
+matrix: $(DEV)  ## every codec x transport x schedule x tensor ranks, forward and backward, on 4 and 8 ranks; kernels on both Blackwells
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ranks/test_matrix.py tests/compile/test_other_gpus.py --matrix full -n 2 $(ARGS)
 
 faults: $(DEV)  ## put known faults back one at a time and demand that a test catches each; ARGS="--list"
 	$(BIN)/python -m tests.faults $(ARGS)
