@@ -165,6 +165,13 @@ def test_models_that_communicate_outside_of_layers_are_refused(pool: Pool, how: 
         assert "communicates in every call" in said
 
 
+def test_a_model_whose_ranks_are_lost_is_left_as_it_was() -> None:
+    model = imbrex.MoELayer(CONFIG).eval()
+    with pytest.raises(imbrex.RankLostError, match="gone"), in_step(model):
+        raise imbrex.RankLostError("gone")
+    assert not model._forward_pre_hooks
+
+
 def test_models_that_nobody_helps_are_refused(pool: Pool) -> None:
     with (
         pytest.raises(ValueError, match="in_step: the model has no MoELayer"),

@@ -156,6 +156,31 @@ def test_each_buffer_and_each_size_has_its_record(pool: Pool) -> None:
         assert again == 2 * (9 - 4)
 
 
+def run_in_many_sizes(ranks: Ranks) -> tuple[list[bool], list[int]]:
+    """Training steps of ever other numbers of tokens, on record, then by steps; and the most that is kept of
+    patterns, memory of backwards and records."""
+    same, numbers, limit = [], [], 2
+    with a_layer(ranks, 0) as layer:
+        layer.patch.setattr(recorded, "MOST_RECORDS", limit)
+        recorder = layer.exchange.dispatcher.recorder
+        for tokens in range(1, 5):
+            inputs = inputs_of(ranks.rank, tokens, tokens)
+            ours, theirs = (gradients(layer, inputs, "all", steps=steps) for steps in (False, True))
+            same += [
+                a is not None and b is not None and torch.equal(a, b)
+                for a, b in zip(ours, theirs, strict=True)
+            ]
+            kept = recorder._patterns, recorder._scratches, recorder._records
+            numbers.append(max(map(len, kept)))
+    return same, [max(numbers), limit]
+
+
+def test_sizes_that_never_come_again_are_forgotten(pool: Pool) -> None:
+    for same, (number, limit) in pool.run(2, run_in_many_sizes):
+        assert all(same)
+        assert number == limit
+
+
 def gradients(
     layer: Layer, inputs: tuple[Tensor, imbrex.Routing], trained: str, *, steps: bool
 ) -> list[Tensor | None]:

@@ -148,7 +148,7 @@ class Recorder:
         """The sizes of experts' weights for which the dispatcher launches the same kernels every time."""
 
     def forget(self) -> None:
-        """Drop all records: experts have moved, or choices are counted from now on."""
+        """Drop all records: experts have moved, choices are counted from now on, or there are too many."""
         self._patterns.clear()
         self._scratches.clear()
         self._records.clear()
@@ -339,7 +339,7 @@ class Recorder:
         self, key: Any, first: Any, kinds: tuple[str, ...], between: Sequence[Any], last: Any | None
     ) -> None:
         if len(self._records) >= MOST_RECORDS:
-            self._records.clear()
+            self.forget()
         again = tuple(launch.again() if isinstance(launch, Noted) else launch for launch in between)
         self._records[key] = Record(first=first, kinds=kinds, between=again, last=last)
 

@@ -124,18 +124,16 @@ def in_step(model: nn.Module) -> Iterator[None]:
             raise ValueError("in_step: this model is training; call model.eval(), or see batches.even")
         _next_call(groups, _call_now(layers[0]))
 
-    hook = model.register_forward_pre_hook(call)
+    hook, lost = model.register_forward_pre_hook(call), False
     try:
         yield
     except waits.RankLostError:
+        lost = True
         raise
-    except BaseException:
+    finally:
         hook.remove()
-        _help(groups, layers)
-        raise
-    else:
-        hook.remove()
-        _help(groups, layers)
+        if not lost:
+            _help(groups, layers)
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
