@@ -162,7 +162,8 @@ def run_in_many_sizes(ranks: Ranks) -> tuple[list[bool], list[int]]:
     same, numbers, limit = [], [], 2
     with a_layer(ranks, 0) as layer:
         layer.patch.setattr(recorded, "MOST_RECORDS", limit)
-        recorder = layer.exchange.dispatcher.recorder
+        dispatcher: Any = layer.exchange.dispatcher
+        recorder = dispatcher.recorder
         for tokens in range(1, 5):
             inputs = inputs_of(ranks.rank, tokens, tokens)
             ours, theirs = (gradients(layer, inputs, "all", steps=steps) for steps in (False, True))
