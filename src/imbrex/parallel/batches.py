@@ -50,7 +50,8 @@ def even(batches: Iterable[Batch], group: dist.ProcessGroup | None) -> Iterator[
     rank warns which rank that was. Costs one message between hosts a step. Collective: every rank must call
     it, and leave the loop at the same step.
 
-    Raises ValueError on every rank where one rank's loader raises, with that rank's error.
+    Where one rank's loader raises, that rank gets its own error and every other one a ValueError that names
+    the rank and the error.
     """
     kinds = (dist.ProcessGroup, NoneType)
     expect("even: group", group, kinds, "give a process group, as torch.distributed.group.WORLD")
