@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from models import MODELS, Side, agreed
+from models import MODELS, Side, agreed, as_launched
 from torch import Tensor
 
 import imbrex
@@ -84,9 +83,7 @@ def spread_of(spans: list[float]) -> dict[str, Any]:
 
 def contest(rank: int, world: int, plan: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows of every side and number of sequences; rank 0 writes the file after each side."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
-    transformers.logging.set_verbosity_error()
+    as_launched(rank, world)
     rows: list[dict[str, Any]] = []
     dist.all_reduce(torch.zeros(1, device="cuda"))
     for name in plan["sides"]:

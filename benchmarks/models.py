@@ -415,9 +415,7 @@ def contest(
     rank: int, world: int, models: list[str], sides: list[str], tokens: list[int], plan: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Rows of every model, side and batch; rank 0 writes the file after each model."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
-    transformers.logging.set_verbosity_error()
+    as_launched(rank, world)
     rows: list[dict[str, Any]] = []
     dist.all_reduce(torch.zeros(1, device="cuda"))
     for model in models:
@@ -440,6 +438,13 @@ def contest(
             if rank == 0:
                 write_results(plan["out"], QUESTION, plan["run"], rows)
     return rows
+
+
+def as_launched(rank: int, world: int) -> None:
+    """Tell transformers what a launcher tells, and its logger to be quiet."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
+    transformers.logging.set_verbosity_error()
 
 
 def agreed(mine: bool) -> bool:

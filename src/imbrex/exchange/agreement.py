@@ -7,7 +7,6 @@ raises the same error on every rank. Before a combine, `raise_together` does so 
 
 from __future__ import annotations
 
-import os
 import weakref
 import zlib
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from imbrex.contracts import VERSION, Backend, Geometry, Routing
 from imbrex.exchange.plan import chosen_twice
+from imbrex.runtime.checks import debug_is_on
 from imbrex.runtime.roll import UNEVEN
 from imbrex.runtime.waits import RankLostError
 from imbrex.runtime.words import words
@@ -71,10 +71,6 @@ PROBLEMS = {
 def is_plain(x: Tensor) -> bool:
     """Whether `x` is neither sparse nor nested."""
     return x.layout is torch.strided and not x.is_nested
-
-
-def debug_is_on() -> bool:
-    return os.environ.get("IMBREX_DEBUG") == "1"
 
 
 def find_problem(

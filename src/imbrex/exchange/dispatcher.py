@@ -13,6 +13,7 @@ from imbrex.codec.fp8 import BLOCK, Fp8
 from imbrex.contracts import Addend, Crossing, Experts, Geometry, Listener, Roles, Routing, RowForm, Wire
 from imbrex.exchange import autograd
 from imbrex.exchange.agreement import DTYPES, PROBLEMS, is_plain
+from imbrex.kernels.ffn.glue import Groups
 from imbrex.runtime.tracing import differentiated, traced
 
 
@@ -153,6 +154,12 @@ class WiredDispatcher(DispatcherBase):
             return RowForm.ROWS
         plain = x_TD.dtype != torch.bfloat16 or differentiated(x_TD, weights_TK)
         return RowForm.ROWS if plain or traced(x_TD, weights_TK) else RowForm.FP8
+
+
+def form_of_arrival(form: RowForm, beside: Any) -> RowForm:
+    """The form in which rows came of a dispatch that was asked for `form`: plain rows where nothing, or their
+    groups alone, came beside them."""
+    return RowForm.ROWS if beside is None or isinstance(beside, Groups) else form
 
 
 def nothing_to_move() -> None:

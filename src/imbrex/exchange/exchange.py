@@ -37,6 +37,7 @@ from imbrex.exchange.agreement import agree
 from imbrex.exchange.alone import AloneDispatcher
 from imbrex.exchange.autograd import Redispatch, StartedCrossing
 from imbrex.exchange.bytes import BytesDispatcher
+from imbrex.exchange.dispatcher import form_of_arrival
 from imbrex.exchange.nvlink import NvlinkDispatcher
 from imbrex.exchange.nvlink_fit import why_not_dtype, why_not_nvlink
 from imbrex.exchange.tiered import TieredDispatcher
@@ -252,8 +253,7 @@ class Exchange:
             crossing = dispatcher.dispatch(plan, x_TD, routing.weights_TK, form)
             arrived = autograd.complete(crossing)
         rows_RD, weights_R, counts_e, state, beside = arrived
-        if form is RowForm.FP8 and not isinstance(beside, Tensor):  # few rows come as they are
-            form = RowForm.ROWS
+        form = form_of_arrival(form, beside)
         handle = Handle(
             weights_R=weights_R,
             state=tuple(state),

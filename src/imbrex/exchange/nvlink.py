@@ -40,7 +40,7 @@ from imbrex.contracts import (
     Wire,
 )
 from imbrex.exchange import plan
-from imbrex.exchange.agreement import debug_is_on, explain, find_problem, raise_together
+from imbrex.exchange.agreement import explain, find_problem, raise_together
 from imbrex.exchange.dispatcher import WiredDispatcher, nothing_to_move
 from imbrex.exchange.nvlink_fit import DTYPE, Part, is_coded, kernel_placement, row_capacity_for
 from imbrex.exchange.recorded import Recorder
@@ -57,6 +57,7 @@ from imbrex.kernels.fused.rows_out import bring_rows
 from imbrex.kernels.routing.routed import Sizes, Tables, placement_tables, write_tables
 from imbrex.kernels.rows.expand import expand_fp8, expand_fp8_rows
 from imbrex.kernels.rows.weights import spread, weigh
+from imbrex.runtime.checks import debug_is_on
 from imbrex.runtime.deferred import Deferral
 from imbrex.transport.collective import Done
 from imbrex.transport.nvlink import Nvlink, Size

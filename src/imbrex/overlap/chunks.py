@@ -21,10 +21,10 @@ from imbrex.contracts import (
     RowExchange,
     RowForm,
 )
+from imbrex.exchange.dispatcher import form_of_arrival
 from imbrex.experts.experts import Experts as Ours
 from imbrex.kernels.exchange.lease import Staged
 from imbrex.kernels.ffn.ffn import bring_gradient, brings_gradient
-from imbrex.kernels.ffn.glue import Groups
 from imbrex.kernels.fused.rows_out import rows_out
 from imbrex.overlap.gradients import gradients_of
 from imbrex.runtime.deferred import Deferral
@@ -121,7 +121,7 @@ class Forward:
                 rows_RD=c.rows_RD,
                 counts_e=c.counts_e,
                 handle=handle,
-                form=RowForm.ROWS if c.beside is None or isinstance(c.beside, Groups) else self.form,
+                form=form_of_arrival(self.form, c.beside),
                 scales_RB=scales_RB,
                 beside=c.beside if scales_RB is None else None,
                 leave=c.left.append if self.fused else None,

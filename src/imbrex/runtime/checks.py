@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TypeVar
 
 Value = TypeVar("Value")
@@ -20,6 +21,11 @@ NOT_PICKLED = (
     "model.state_dict(), over ranks with imbrex.parallel.checkpoint, and load into a new model"
 )
 """The error message for pickling."""
+
+
+def debug_is_on() -> bool:
+    """Whether IMBREX_DEBUG=1 asks for checks that wait for the GPU."""
+    return os.environ.get("IMBREX_DEBUG") == "1"
 
 
 def piece(argument: str, value: Value) -> Value:

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
@@ -49,6 +48,7 @@ from imbrex.kernels.ffn.both import ended_before_last
 from imbrex.kernels.heap import Heap
 from imbrex.kernels.routing.routed import Routed, Sizes, empty_routed, placement_tables
 from imbrex.kernels.structs import Struct
+from imbrex.runtime.checks import debug_is_on
 
 _serials = itertools.count()
 
@@ -85,7 +85,7 @@ class NvlinkExchange:
         self.device = self.heap.local.device
         self.local_ranks = self.heap.local.shape[0]
         self._layer = self.least_sms = 0  # the SMs of the rank that has fewest, where all were asked
-        self.debug = os.environ.get("IMBREX_DEBUG") == "1"
+        self.debug = debug_is_on()
         self.last_sms: dict[str, int] = {}
         self._calls: dict[str, int] = dict.fromkeys(lay.KINDS, 0)
         self._captured = False
