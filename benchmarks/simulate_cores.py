@@ -146,8 +146,9 @@ def least_squares(
 
 SWEPT = 10
 """Configurations of the sweep that are fitted to; the others are held out."""
-FITTED_SWEEP, LATER_SWEEP = 16, 17
-"""Runs of schedule.json: the one whose first half the profile is fitted to, and one of a later day."""
+FITTED_SWEEP, LATER_SWEEP, LONG_SWEEP = 16, 17, 18
+"""Runs of schedule.json: the one whose first half the profile is fitted to, one of a later day, and one of 40
+rounds where the others have 16."""
 
 
 def of_cores() -> tuple[list[Row], list[Row]]:
@@ -158,16 +159,16 @@ def of_cores() -> tuple[list[Row], list[Row]]:
     return fitted, [row for row in timed if str(row["case"]) in cases[SWEPT:]]
 
 
-def of_another_day() -> list[Row]:
-    """The whole sweep that was measured after the profile had been fitted: nothing of it was in sight."""
-    return [row for row in _swept() if row["run"] == LATER_SWEEP]
+def of_another_day(sweep: int) -> list[Row]:
+    """A whole sweep that was measured after the profile had been fitted: nothing of it was in sight."""
+    return [row for row in _swept() if row["run"] == sweep]
 
 
-def slowness() -> float:
-    """How many times as many seconds of a processor the same serial layers took on that other day."""
+def slowness(sweep: int) -> float:
+    """How many times as many seconds of a processor the same serial layers took in that sweep."""
     fitted, later = (
         {(str(row["case"]), row["op"]): row["processor_us"] for row in some if row["impl"] == "serial"}
-        for some in (chain(*of_cores()), of_another_day())
+        for some in (chain(*of_cores()), of_another_day(sweep))
     )
     return statistics.median(later[what] / took for what, took in fitted.items() if what in later)
 
@@ -192,7 +193,8 @@ def slowed(profile: Profile, times: float) -> Profile:
 
 
 def _swept() -> list[Row]:
-    timed = (row for row in rows("schedule") if row["run"] in (FITTED_SWEEP, LATER_SWEEP))
+    sweeps = (FITTED_SWEEP, LATER_SWEEP, LONG_SWEEP)
+    timed = (row for row in rows("schedule") if row["run"] in sweeps)
     return [
         row for row in timed if row["op"].endswith(("-forward", "-backward")) and row["impl"] in KNOWN_WAYS
     ]

@@ -27,7 +27,7 @@ def validated() -> Table:
     rows = list(read("simulate"))
     head = ["held out", "rows", "median error", "worst", "choices within 5 % of the best"]
     body = [
-        [name, number, f"{median:.1%}", f"{worst:.0%}", chosen]
+        [name, number, f"{median:.1%}", f"{worst:.0%}", chosen or "-"]
         for name, number, median, worst, chosen in digest(rows)
     ]
     return Table(head=head, body=body, rows=rows)
@@ -41,6 +41,7 @@ def cores() -> Table:
         ours = [row for row in rows if row["case"]["part"] == part]
         spread = statistics.median((row["max_us"] - row["min_us"]) / row["median_us"] for row in ours)
         far = [row for row in ours if abs(row["error"]) > FAR]
+        ours = [{**row, "again": False} for row in ours]
         lost = sum(one > CLOSE for some in losses(ours).values() for one in some)
         body.append(
             [

@@ -6,9 +6,16 @@ import json
 
 import pytest
 from benchmarks import simulate as bench
-from benchmarks.simulate_cores import SWEPT, of_another_day, of_cores, slowed, slowness
+from benchmarks.simulate_cores import (
+    LATER_SWEEP,
+    LONG_SWEEP,
+    SWEPT,
+    of_another_day,
+    of_cores,
+    slowed,
+    slowness,
+)
 
-from imbrex.simulate.plans import CLOSE
 from imbrex.simulate.profile import Profile
 
 COMMITTED = json.loads((bench.RESULTS / "simulate.json").read_text())["rows"]
@@ -52,22 +59,33 @@ def test_all_predictions_keep_to_the_aims(predicted: list[dict]) -> None:
     assert worst <= 0.20
     assert bench.clear_losses(predicted) == []
     lost = [one for some in bench.losses(predicted).values() for one in some]
-    assert sum(one > 0.05 for one in lost) <= 4
+    assert len(lost) == 118
+    assert max(lost) <= 0.05
 
 
-def test_the_simplest_of_near_ways_loses_little_more(predicted: list[dict]) -> None:
-    """As `imbrex plan` chooses; docs/plan.md names the figures."""
-    lost = [one for some in bench.losses(predicted, CLOSE).values() for one in some]
-    assert (sum(one <= 0.05 for one in lost), len(lost)) == (132, 138)
-    assert max(lost) == pytest.approx(0.122, abs=1e-3)
-    on_cards = [one for some in bench.losses(on_gpus(predicted), CLOSE).values() for one in some]
-    assert max(on_cards) <= 0.05
+def test_the_lowest_prediction_alone_loses_more(predicted: list[dict]) -> None:
+    """`imbrex plan` takes the simplest of near ways; docs/plan.md names the figures."""
+    lost = [one for some in bench.losses(predicted, 1.0).values() for one in some]
+    assert (sum(one <= 0.05 for one in lost), len(lost)) == (115, 118)
+    assert max(lost) == pytest.approx(0.125, abs=1e-3)
+
+
+def test_a_case_measured_again_is_chosen_for_once(predicted: list[dict]) -> None:
+    """Where it was measured in the most rounds: what fewer rounds said is in docs/plan.md."""
+    shorter = [{**row, "again": False} for row in predicted if "again" in row]
+    assert {row["case"]["of_run"] for row in shorter} == {16, LATER_SWEEP}
+    assert bench.choices([row for row in predicted if "again" in row]) == []
+    rounds = {row["run"]: row["n"] for row in (*of_cores()[1], *of_another_day(LONG_SWEEP))}
+    assert rounds == {16: 16, LONG_SWEEP: 40}
+    lost = [one for some in bench.losses(shorter).values() for one in some]
+    assert (sum(one <= 0.05 for one in lost), len(lost)) == (54, 60)
+    assert bench.clear_losses(shorter) == []
 
 
 def test_the_best_way_of_one_day_loses_on_another() -> None:
-    """Two sweeps of the same configurations: what a choice by measurement loses; docs/plan.md names it."""
+    """Sweeps of the same configurations: what a choice by measurement loses; docs/plan.md names it."""
     lost = bench.by_another_day()
-    assert (sum(one <= 0.05 for one in lost), len(lost)) == (78, 80)
+    assert (sum(one <= 0.05 for one in lost), len(lost)) == (235, 240)
     assert max(lost) == pytest.approx(0.158, abs=1e-3)
 
 
@@ -145,12 +163,13 @@ def test_on_two_cores_no_configuration_is_on_both_sides() -> None:
     assert len(held) >= SWEPT
 
 
-def test_another_day_is_told_by_its_speed_alone() -> None:
+@pytest.mark.parametrize(("sweep", "times"), [(LATER_SWEEP, 1.12), (LONG_SWEEP, 1.20)])
+def test_another_day_is_told_by_its_speed_alone(sweep: int, times: float) -> None:
     """Nothing of that sweep is fitted to, and its processors' speed is the only figure taken from it."""
-    later = of_another_day()
+    later = of_another_day(sweep)
     assert len(later) == 160
     assert not {row["run"] for row in later} & {row["run"] for some in of_cores() for row in some}
-    assert 1.1 < slowness() < 1.13
+    assert slowness(sweep) == pytest.approx(times, abs=0.01)
     profile = Profile.load("two-cores")
     slow = slowed(profile, 2.0)
     changed = {name for name in profile.entries if profile.entries[name] != slow.entries[name]}
