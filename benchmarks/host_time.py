@@ -9,9 +9,10 @@ times are medians, for comparing versions on one machine.
 
 `--gpu` times the layer itself on a GPU, one rank, until the call returns, with nothing queued before it, and
 writes results/host_time.json; with checksums of what it gives, by which versions are told to have the same
-bits. `records`: calls that were put on record among the timed ones, 0 where memory comes back as hoped;
-`device_allocations`: those that torch's allocator asked the driver for meanwhile. `python
-benchmarks/host_time.py --gpu 300 16`.
+bits. `--processes 5`: medians over so many processes, one after another, since each has speeds of its own;
+`medians_us` are theirs. `records`: calls that were put on record among the timed ones, 0 where memory comes
+back as hoped; `device_allocations`: those that torch's allocator asked the driver for meanwhile. `python
+benchmarks/host_time.py --gpu 300 16 --repeats 200 --processes 5`.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ import contextlib
 import cProfile
 import ctypes
 import functools
+import json
 import os
 import pstats
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -389,9 +393,49 @@ def print_profile(call: Callable[[], None], lines: int) -> None:
         print(f"{us:8.1f} us {number[name] / 20:5.1f} {name}")
 
 
-def save(out: Path, rows: list[dict[str, Any]], model: str, sizes: list[int], repeats: int) -> None:
-    tokens = " ".join(map(str, sizes))
-    command = f"python benchmarks/host_time.py --model {model} --gpu {tokens} --repeats {repeats}"
+def in_processes(number: int, options: list[str]) -> list[dict[str, Any]]:
+    """The rows of this benchmark run in so many processes, one after another."""
+    runs = []
+    for _ in range(number):
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder, "rows.json")
+            subprocess.run([sys.executable, __file__, *options, "--out", str(out)], check=True)
+            runs.append(json.loads(out.read_text())["rows"])
+    return [median_row(rows) for rows in zip(*runs, strict=True)]
+
+
+def median_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One row of those of several processes: medians, but the least and the largest time of all."""
+    names = [name for name, value in rows[0].items() if name.endswith("_us") and isinstance(value, float)]
+    how = {"min": min, "max": max}
+    times = {
+        name: round(how.get(name.split("_")[-2], statistics.median)(row[name] for row in rows), 1)
+        for name in names
+    }
+    keys = ("op", "impl", "case", "n", "functions", "operators", "records", "device_allocations")
+    medians = [row["median_us"] for row in rows]
+    return {**{key: rows[0][key] for key in keys}, **times, "processes": len(rows), "medians_us": medians}
+
+
+def time_on_gpu(args: argparse.Namespace) -> None:
+    """Rows of the layer on a GPU into the result file, of this process or of several."""
+    check_results(args.out, QUESTION)
+    sizes = args.gpu or [300, 16]
+    options = ["--model", args.model, "--gpu", *map(str, sizes), "--repeats", str(args.repeats)]
+    if args.processes > 1:
+        rows = in_processes(args.processes, options)
+        options += ["--processes", str(args.processes)]
+    else:
+        store = f"file://{Path(tempfile.mkdtemp(), 'store')}"
+        where: dict[str, Any] = {"rank": 0, "world_size": 1, "device_id": torch.device("cuda", 0)}
+        dist.init_process_group("nccl", init_method=store, **where)
+        rows = [row for t in sizes for row in on_gpu(args.model, t, args.repeats, args.profile)]
+    save(args.out, rows, options)
+
+
+def save(out: Path, rows: Sequence[dict[str, Any]], options: Sequence[str]) -> None:
+    """Write the rows of a run with these options."""
+    command = f"python benchmarks/host_time.py {' '.join(options)}"
     write_results(out, QUESTION, describe_run(command), rows)
 
 
@@ -402,17 +446,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=300)
     parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="where the time goes")
     parser.add_argument("--gpu", nargs="*", type=int, metavar="TOKENS", help="on a GPU, of so many tokens")
+    parser.add_argument("--processes", type=int, default=1, help="the median of so many, with --gpu")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where --gpu writes its rows")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.gpu is not None:
-        check_results(args.out, QUESTION)
-        store = f"file://{Path(tempfile.mkdtemp(), 'store')}"
-        where: dict[str, Any] = {"rank": 0, "world_size": 1, "device_id": torch.device("cuda", 0)}
-        dist.init_process_group("nccl", init_method=store, **where)
-        sizes = args.gpu or [300, 16]
-        rows = [row for t in sizes for row in on_gpu(args.model, t, args.repeats, args.profile)]
-        save(args.out, rows, args.model, sizes, args.repeats)
+        time_on_gpu(args)
         os._exit(0)
     keep_memory()
     idle()

@@ -98,11 +98,11 @@ def test_rows_of_calls_make_a_result_file(tmp_path: Path, capsys: pytest.Capture
         torch.autograd.set_multithreading_enabled(True)
     assert threads == {"step": True, host_time.ONE_THREAD: False}
     assert len(waits) == 2 * 2 * 25
-    host_time.save(out, rows, "qwen3-30b-a3b", [16], 25)
+    host_time.save(out, rows, ["--gpu", "16", "--repeats", "25"])
     check_results(out, host_time.QUESTION)
     content = json.loads(out.read_text())
     (run,) = content["runs"]
-    assert run["command"].endswith("host_time.py --model qwen3-30b-a3b --gpu 16 --repeats 25")
+    assert run["command"].endswith("host_time.py --gpu 16 --repeats 25")
     assert {"hardware", "versions", "commit", "date"} <= set(run)
     for row, name in zip(content["rows"], calls, strict=True):
         assert (row["op"], row["case"], row["n"], row["run"]) == (name, {"T": 16}, 25, 0)
@@ -110,3 +110,18 @@ def test_rows_of_calls_make_a_result_file(tmp_path: Path, capsys: pytest.Capture
         assert row["median_us"] <= row["whole_median_us"]
         assert (row["operators"], row["records"], row["device_allocations"]) == (2, 0, 0)
         assert row["functions"] >= 3
+
+
+def test_of_several_processes_the_median_one_counts() -> None:
+    row = {"op": "step", "impl": "imbrex", "case": {"T": 300}, "n": 200, "functions": 9, "operators": 2}
+    row |= {"records": 0, "device_allocations": 0}
+    names = ("median_us", "min_us", "max_us", "tenth_us", "ninth_us", "whole_median_us", "whole_min_us")
+    rows = [row | dict.fromkeys(names, us) for us in (30.0, 10.0, 20.0)]
+    found = host_time.median_row(rows)
+    assert {name: found[name] for name in names} == dict.fromkeys(names, 20.0) | {
+        "min_us": 10.0,
+        "max_us": 30.0,
+        "whole_min_us": 10.0,
+    }
+    assert (found["processes"], found["medians_us"]) == (3, [30.0, 10.0, 20.0])
+    assert {key: found[key] for key in row} == row
