@@ -259,7 +259,8 @@ def make_gpu_layer(model: str, tokens: int) -> MoELayer:
 def forward_and_step(
     layer: MoELayer, needs: Tensor, d_y: Tensor
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """A forward that keeps nothing, and one with its backward, of the same tokens."""
+    """A forward that keeps nothing, and one with its backward, of the same tokens. Gradients go as an
+    optimizer's `zero_grad` lets them go, from a list: `nn.Module.zero_grad` seeks parameters each time."""
     x = needs.detach()
 
     def forward() -> None:
@@ -268,9 +269,10 @@ def forward_and_step(
 
     def step() -> None:
         layer(needs).backward(d_y)
-        needs.grad = None
-        layer.zero_grad()
+        for tensor in differentiated:
+            tensor.grad = None
 
+    differentiated = (needs, *layer.parameters())
     return forward, step
 
 

@@ -7,26 +7,64 @@ from statistics import geometric_mean
 
 from docs.tables.results import Row, Table, read, select
 
-THEIRS = ("transformers-ddp", "transformers-fsdp2", "transformers-ep")
+DDP, FSDP2, EP = THEIRS = ("transformers-ddp", "transformers-fsdp2", "transformers-ep")
 SWITCH = "imbrex-ep"
+FASTEST = {DDP, EP}
+"""The sides one of which is the fastest of transformers' own: FSDP2 never was."""
 
 
-def cases(op: str) -> list[dict[str, Row]]:
-    """The complete steps, or prefills, by side, a case each: those of the last run in which imbrex raced one
-    of the others, and behind their switch the last of all."""
+def races(op: str) -> list[list[dict[str, Row]]]:
+    """Complete steps, or prefills, in which imbrex raced one of the others: a case each, by run and side."""
     found: dict[tuple[str, int, int], dict[int, dict[str, Row]]] = {}
     for row in select(read("models"), op=op):
         case = row["case"]
         runs = found.setdefault((case["model"], case["layers"], case["T"]), {})
         runs.setdefault(row["run"], {})[row["impl"]] = row
+    return [list(runs.values()) for runs in found.values()]
+
+
+def cases(op: str) -> list[dict[str, Row]]:
+    """Of every case the race with the most of `FASTEST`, the last of equals; and behind their switch the last
+    row of all."""
     whole = []
-    for runs in found.values():
-        races = [sides for sides in runs.values() if "imbrex" in sides and sides.keys() & set(THEIRS)]
-        if races:
-            for sides in runs.values():
-                races[-1].update((name, row) for name, row in sides.items() if name == SWITCH)
-            whole.append(races[-1])
+    for runs in races(op):
+        raced = [sides for sides in runs if "imbrex" in sides and sides.keys() & set(THEIRS)]
+        if raced:
+            sides = max(reversed(raced), key=lambda sides: len(sides.keys() & FASTEST))
+            last = [others[SWITCH] for others in runs if SWITCH in others]
+            whole.append(sides | ({SWITCH: last[-1]} if last else {}))
     return whole
+
+
+def sharded() -> Table:
+    """Steps by FSDP2 that were timed in a run of their own, on another host."""
+    shown = [sides.get(FSDP2) for sides in cases("step")]
+    lines, used = [], []
+    for sides in (sides for runs in races("step") for sides in runs):
+        if FSDP2 in sides and "imbrex" in sides and sides[FSDP2] not in shown:
+            case = sides["imbrex"]["case"]
+            names = (DDP, FSDP2, "imbrex")
+            times = [f"{sides[name]['median_us'] / 1e3:.1f}" if name in sides else "-" for name in names]
+            lines.append([f"{case['model']}, {case['layers']}", case["T"], *times])
+            used += [sides[name] for name in names if name in sides]
+    return Table(head=("model, layers", "tokens", "DDP", "FSDP2", "blocks"), body=lines, rows=used)
+
+
+def compiled() -> Table:
+    """A step of a training as it is and by `torch.compile(model)`, on several GPUs."""
+    lines, used = [], []
+    for sides in (sides for runs in races("step") for sides in runs):
+        pairs = [(name, f"{name}-compiled") for name in (DDP, "imbrex") if f"{name}-compiled" in sides]
+        if len(pairs) < 2:
+            continue
+        rows = [sides[name] for pair in pairs for name in pair]
+        case, times = rows[0]["case"], [row["median_us"] / 1e3 for row in rows]
+        gains = [f"{times[0] / times[1]:.2f}, {times[2] / times[3]:.2f}", f"{times[1] / times[3]:.2f}"]
+        name = f"{case['model']}, {case['layers']}"
+        lines.append([name, case["W"], case["T"], *(f"{ms:.1f}" for ms in times), *gains])
+        used += rows
+    head = ("model, layers", "GPUs", "tokens", "DDP", "compiled", "blocks", "compiled", "compiling gains")
+    return Table(head=(*head, "blocks over DDP, compiled"), body=lines, rows=used)
 
 
 def gain(sides: dict[str, Row], side: str = "imbrex") -> float:

@@ -74,6 +74,8 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
     "docs/huggingface.md": {
         "tokens": models.tokens,
         "steps": models.steps,
+        "sharded": models.sharded,
+        "compiled": models.compiled,
         "mean": models.mean,
         "prefill": models.prefill,
     },
