@@ -1,11 +1,11 @@
 """What do dispatch, experts and sums of a small batch take beside reading the weights of the experts hit?
 
-    PYTHONPATH=src python benchmarks/decode_one.py
+    PYTHONPATH=src python benchmarks/decode_one.py [--fp8]
 
 One GPU has what a rank of two has: half of the experts and the tokens of both ranks, so nothing crosses and
 no choice is made. Captured, one after the other with two sets of weights in turns, so that none is found in
 L2; all ways in turns, in one process. Microseconds of a layer; `read_us`: the weights alone, at a copy's
-rate.
+rate. `--fp8`: the same experts in fp8 as well, in one launch, or in three that quantise rows and multiply.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.exchange.groups import empty_groups
 from imbrex.kernels.ffn.ffn import run_experts
+from imbrex.kernels.ffn.fp8 import Fp8Experts, ffn_fp8, quantise_experts
 from imbrex.kernels.ffn.glue import COUNTERS, Groups
 from imbrex.kernels.heap import VirtualHeap
 from imbrex.placement import contiguous
@@ -35,7 +36,8 @@ RESULTS = Path(__file__).parent / "results" / "decode_one.json"
 QUESTION = "How long do dispatch, experts and sums of a small batch take on one GPU?"
 CALLS, RANKS, PAUSE, SMS_HOME = 8, 2, 200_000, 96
 WAYS = {"one launch": True, "two launches": False}
-Weights = tuple[Tensor, Tensor]
+FP8_WAYS = {"fp8, one launch": True, "fp8, three launches": False}
+Weights = tuple[Tensor, Tensor] | Fp8Experts
 
 
 class Layer:
@@ -66,7 +68,12 @@ class Layer:
         groups = empty_groups(1, room, self.slots, COUNTERS, exchange.device)
         rows_1RD, routed = exchange.dispatch_small(*self.inputs, groups=groups)
         how = {"expected": self.expected, "hits": groups.hits, "one_launch": self.one_launch}
-        out_RD = run_experts(rows_1RD[0], *weights, Groups(groups.plan, **how), groups.weights)
+        plan = Groups(groups.plan, **how)
+        if isinstance(weights, Fp8Experts):
+            more = {"weights_R": groups.weights, "groups": plan}
+            out_RD = ffn_fp8(rows_1RD[0], weights, groups.counts, **more)
+        else:
+            out_RD = run_experts(rows_1RD[0], *weights, plan, groups.weights)
         exchange.combine(out_RD, routed, weighted=False, num_sms=SMS_HOME, out=self.y_TD)
 
     def capture(self, weights: list[Weights]) -> None:
@@ -92,16 +99,19 @@ class Layer:
         return begin.elapsed_time(end) * 1000 / CALLS
 
 
-def make_weights(shape: Shape) -> Weights:
+def make_weights(shape: Shape) -> tuple[Tensor, Tensor]:
     experts, width, inner = shape.num_experts // RANKS, shape.hidden_size, shape.intermediate_size
     kind = {"device": "cuda", "dtype": torch.bfloat16}
     up, down = torch.empty(experts, 2 * inner, width, **kind), torch.empty(experts, width, inner, **kind)
     return up.normal_(0.0, 0.02), down.normal_(0.0, 0.02)
 
 
-def measure(model: str, tokens: list[int], repeats: int) -> list[dict[str, Any]]:
+def measure(model: str, tokens: list[int], repeats: int, fp8: bool) -> list[dict[str, Any]]:
     shape, rows = MODELS[model], []
     weights, tbps = [make_weights(shape) for _ in range(2)], copy_tbps()
+    sets: list[tuple[dict[str, bool], list[Weights]]] = [(WAYS, [*weights])]
+    if fp8:
+        sets.append((FP8_WAYS, [quantise_experts(*pair) for pair in weights]))
     for count in tokens:
         draw = torch.Generator().manual_seed(1000 + count)
         ids = torch.rand(RANKS * count, shape.num_experts, generator=draw).topk(shape.top_k).indices
@@ -109,18 +119,23 @@ def measure(model: str, tokens: list[int], repeats: int) -> list[dict[str, Any]]
         x_TD = torch.randn(RANKS * count, shape.hidden_size, generator=draw).bfloat16().cuda()
         inputs = x_TD, ids.cuda(), torch.rand(ids.shape, generator=draw).cuda()
         hit = len(ids[ids >= 0].unique())
-        layers = {way: Layer(shape, inputs, one_launch=one) for way, one in WAYS.items()}
-        for layer in layers.values():
-            layer.capture(weights)
+        layers: dict[str, Layer] = {}
+        for ways, experts in sets:
+            for way, one in ways.items():
+                layers[way] = Layer(shape, inputs, one_launch=one)
+                layers[way].capture(experts)
         times: dict[str, list[float]] = {way: [] for way in layers}
         for _ in range(repeats):
             for way, layer in layers.items():
                 times[way].append(layer.time())
-        first, *others = (layer.y_TD for layer in layers.values())
-        assert all(torch.equal(first, y_TD) for y_TD in others)
+        for ways, _ in sets:
+            first, *others = (layers[way].y_TD for way in ways)
+            assert all(torch.equal(first, y_TD) for y_TD in others), ways
         for way, spans in times.items():
             row = {"op": "decode", "impl": way, "case": {"model": model, "T": count, "W": RANKS}}
-            row |= {"experts_hit": hit, "read_us": read_us(shape, hit, tbps), "n": repeats}
+            whole = read_us(shape, hit, tbps)
+            row |= {"experts_hit": hit, "read_us": round(whole / 2, 1) if way in FP8_WAYS else whole}
+            row["n"] = repeats
             row["copy_tbps"] = round(tbps, 2)
             found = {"median_us": statistics.median(spans), "min_us": min(spans), "max_us": max(spans)}
             rows.append(row | {name: round(span, 1) for name, span in found.items()})
@@ -133,13 +148,15 @@ def main() -> None:
     ask.add_argument("--models", default="qwen3-30b-a3b,qwen2-moe,deepseek-v3")
     ask.add_argument("--tokens", default="1,4,16,128", help="of each of two ranks")
     ask.add_argument("--repeats", type=int, default=21)
+    ask.add_argument("--fp8", action="store_true", help="experts in fp8 as well")
     ask.add_argument("--out", type=Path, default=RESULTS)
     given = ask.parse_args()
     tokens = [int(count) for count in given.tokens.split(",")]
     command = f"python benchmarks/decode_one.py --models {given.models} --tokens {given.tokens}"
+    command += " --fp8" * given.fp8
     run, rows = describe_run(command), []
     for model in given.models.split(","):
-        rows += measure(model, tokens, given.repeats)
+        rows += measure(model, tokens, given.repeats, given.fp8)
         write_results(given.out, QUESTION, run, rows)  # what there is, if time runs out
 
 

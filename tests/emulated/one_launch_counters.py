@@ -35,10 +35,10 @@ PRODUCER = {
     "look": r"written\.is\(work\.part\)",
     "columns": r"load_work<true, false>",
     "launches": r"wait_for_launches\(",
-    "wait": r"if \(work\.down\) written\.wait\(work\.part\)",
+    "wait": r"if \(!Up::kQuantises && work\.down\) written\.wait\(work\.part\)",
     "rows": r"load_work<false, true>",
     "rest": r"load\(few, steps\)",
-    "done": r"atomicAdd\(both\.counter \+ 1, 1u\) == (gridDim\.x - 1|0)",
+    "done": r"leave\(both, 1\)",
 }
 CONSUMER = {
     "take": r"tile = take_slot<Up>",
@@ -67,6 +67,7 @@ class OneLaunch(Machine):
         begin, end = text.index("__device__ __forceinline__ int part_of"), text.index("struct Units {")
         self._parts = _compile(text[begin:end])
         self.least = text.count("< due * ups)") == 1
+        self.last = blocks if "atomicAdd(both.counter + 1, 1u) == each * gridDim.x - 1)" in text else 1
         for block in range(blocks):
             self._loads(self.thread(0, f"who loads, block {block}"), block)
             self._multiplies(self.thread(0, f"who multiplies, block {block}"), block)
@@ -91,7 +92,7 @@ class OneLaunch(Machine):
         loads = Loads(self, block)
         asm.add("begin", loads.begin, silent=True)
         asm.label("tiles")
-        for mark, said in self.source.order(BOTH, head, PRODUCER):
+        for mark, _ in self.source.order(BOTH, head, PRODUCER):
             if mark == "no more":
                 asm.go("no more", lambda w, t: t.number >= self.all)
             elif mark == "draw":
@@ -110,8 +111,7 @@ class OneLaunch(Machine):
                 asm.label("no more")
                 asm.add("tell of the end", loads.tell_end)
             elif mark == "done":
-                last = self.blocks if said == "gridDim.x - 1" else 1
-                asm.add("done", functools.partial(loads.leave, last))
+                asm.add("done", functools.partial(loads.leave, self.last))
 
     def _multiplies(self, asm: Asm, block: int) -> None:
         """`consume_both`."""

@@ -92,7 +92,7 @@ class Layer:
             return Serial().run(x_TD, routing, self.exchange, self.experts, self.addend).y_TD
 
 
-def one_launch(weighted: bool, smem: int, device: int) -> tuple[EmulatedKernel, int]:
+def one_launch(weighted: bool, fp8: bool, smem: int, device: int) -> tuple[EmulatedKernel, int]:
     return EmulatedKernel(both.both_variant(weighted=weighted), smem, None, ()), 2
 
 

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from imbrex import MoEConfig, MoELayer
 from imbrex.contracts import Dispatched, Handle, RowForm
+from imbrex.exchange.alone import AloneDispatcher
 from imbrex.experts import experts
 from imbrex.experts.experts import Experts, pick_implementation
 from imbrex.kernels import jit
@@ -152,6 +153,29 @@ def test_one_launch_is_asked_for_with_the_rows(
         rows = torch.empty(4, 128, dtype=torch.bfloat16, device="cuda")
     made(Dispatched(rows_RD=rows, counts_e=torch.tensor([4]), handle=handle, beside=groups))
     assert asked == [one_launch]
+
+
+@pytest.mark.usefixtures("kernels_available")
+@pytest.mark.parametrize("one_launch", [False, True])
+def test_in_fp8_one_launch_is_asked_for_with_the_rows(
+    monkeypatch: pytest.MonkeyPatch, one_launch: bool
+) -> None:
+    """And so are rows, of few tokens of a rank alone, where tokens would do."""
+    came: list[Groups] = []
+    monkeypatch.setattr(experts, "ffn_fp8", lambda *_, groups, **more: came.append(groups))
+    made = Experts((0,), 128, 128, implementation="kernels-fp8", dtype=torch.bfloat16)
+    made.one_launch = one_launch
+    handle = Handle(weights_R=torch.ones(4), state=(), num_tokens=4)
+    groups = Groups(torch.zeros(COUNTERS + 1, dtype=torch.int32), expected=4)
+    with FakeTensorMode():
+        rows = torch.empty(4, 128, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        made(Dispatched(rows_RD=rows, counts_e=torch.tensor([4]), handle=handle, beside=groups))
+        alone: Any = None  # the form goes by the call
+        form = AloneDispatcher.form_of(alone, made.forms, torch.ones(3, 128), torch.ones(3, 1))
+    assert came == [groups]
+    assert groups.one_launch is one_launch
+    assert form is (RowForm.ROWS if one_launch else RowForm.INDEXED)
 
 
 def test_rows_in_fp8_want_experts_in_fp8() -> None:

@@ -128,12 +128,13 @@ class AloneDispatcher(DispatcherBase):
 
     def form_of(self, forms: Sequence[RowForm], x_TD: Tensor, weights_TK: Tensor) -> RowForm:
         """Tokens with an index, if the call has no gradients and is not traced, because then no rows need to
-        be written. A small batch comes as rows, which `order_few` writes in the same launch; but with fp8
-        experts as tokens, because those quantise what they get, and tokens are fewer than rows."""
+        be written. A small batch comes as rows, which `order_few` writes in the same launch; but as tokens
+        if fp8 experts want those before rows: they quantise what they get, and tokens are fewer."""
         inputs = x_TD, weights_TK
         if RowForm.INDEXED not in forms or differentiated(*inputs) or traced(*inputs):
             return RowForm.ROWS
-        return RowForm.ROWS if RowForm.FP8 not in forms and _is_few(weights_TK) else RowForm.INDEXED
+        rows_first = RowForm.FP8 not in forms or forms.index(RowForm.ROWS) < forms.index(RowForm.INDEXED)
+        return RowForm.ROWS if rows_first and _is_few(weights_TK) else RowForm.INDEXED
 
     def check_in(self, x_TD: Tensor, routing: Routing, *, before: int = 0) -> None:
         self.general.check_in(x_TD, routing)

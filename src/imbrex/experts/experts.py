@@ -16,6 +16,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from imbrex.contracts import Dispatched, RowForm
 from imbrex.experts import products
 from imbrex.kernels import why_not_hopper, why_not_portable
+from imbrex.kernels.ffn.both import FP8_ONE_LAUNCH
 from imbrex.kernels.ffn.ffn import ffn, give_gradient
 from imbrex.kernels.ffn.fp8 import Fp8Experts, ffn_fp8, quantise_experts, why_not_fp8
 from imbrex.kernels.ffn.fp8_tokens import ffn_in_place_fp8
@@ -69,7 +70,8 @@ class Experts(nn.Module):
         cannot go through them.
     one_launch: whether, without gradients, `kernels` compute both products of a small batch's rows in one
         launch where they come from a small dispatch over NVLink; the same bits. `None`: where that was
-        measured to be faster (`kernels.ffn.both.why_two`). Calls that are captured keep what it was.
+        measured to be faster (`kernels.ffn.both.why_two`). Calls that are captured keep what it was. In
+        `kernels-fp8` that launch quantises the rows as well.
     """
 
     gradient_sums: tuple[Tensor, Tensor] | None = None
@@ -177,7 +179,10 @@ class Experts(nn.Module):
             out_RD = self._by_products(rows_RD, counts_e)
             return out_RD if weights_R is None else out_RD * weights_R[:, None].to(out_RD.dtype)
         if self.implementation == "kernels-fp8" and not torch.is_grad_enabled():
-            return ffn_fp8(rows_RD, self.quantised(), counts_e, weights_R=weights_R)
+            groups = dispatched.beside if isinstance(dispatched.beside, Groups) else None
+            if groups is not None:
+                groups.one_launch = self.one_launch
+            return ffn_fp8(rows_RD, self.quantised(), counts_e, weights_R=weights_R, groups=groups)
         gate_up, down = self.gate_up_proj.to(rows_RD.dtype), self.down_proj.to(rows_RD.dtype)
         if self.implementation.startswith("kernels"):
             staged = dispatched.form is RowForm.UNDER_WAY
@@ -216,16 +221,19 @@ class Experts(nn.Module):
     def forms(self) -> tuple[RowForm, ...]:
         """The forms of rows that a call takes now. Without gradients these are rows in fp8, if the experts
         compute in fp8, and tokens with an index, through which rows are read, or copied if that is faster.
-        Strategies that fuse ask for rows that are under way."""
+        Strategies that fuse ask for rows that are under way. In fp8 rows stand before tokens if few of them
+        go through one launch, which takes rows."""
         if not self.implementation.startswith("kernels"):
             return (RowForm.ROWS,)
         fit = fits(self.hidden_size, self.down_proj.shape[2])
         under_way = (RowForm.UNDER_WAY,) if fit and self.implementation == "kernels" else ()
         if torch.is_grad_enabled():
             return RowForm.ROWS, *under_way
-        fp8 = (RowForm.FP8,) if self.implementation == "kernels-fp8" else ()
         indexed = (RowForm.INDEXED,) if fit else ()
-        return *fp8, *indexed, RowForm.ROWS, *under_way
+        if self.implementation != "kernels-fp8":
+            return *indexed, RowForm.ROWS, *under_way
+        one_launch = FP8_ONE_LAUNCH if self.one_launch is None else self.one_launch
+        return RowForm.FP8, *((RowForm.ROWS, *indexed) if one_launch else (*indexed, RowForm.ROWS))
 
     @property
     def kernel_weights(self) -> KernelWeights | None:

@@ -31,9 +31,16 @@
 // few turns take are not unrolled, and which tile a block has is found from a list that the dispatch makes
 // once: listing 64 experts here took 5.7 us, in which no weight was asked for.
 //
+// In fp8 (FP8) three warps beside the one that asks for columns quantise rows into its stages
+// (ffn/quantised.cuh), and wait for a part in its place; activations lie in float32 until then.
+//
 // Example: experts of 3, 0 and 70 rows have units 0, then 1 and 2. With F = 128 and D = 256 tiles 0 to 5 are
 // of gate and up, two a unit, and 6 to 11 of down; parts 0, 2 and 5 get two tiles each.
+#if FP8
+#define QUANTISES 1
+#endif
 #include "ffn/hits.cuh"
+#include "ffn/quantised.cuh"
 #include "gemm/cut.cuh"
 #include "gemm/run.cuh"
 
@@ -53,7 +60,7 @@ using Down = Config<DownCut>;
 static_assert(Up::kGroups == 1 && Up::kBytesA == Down::kBytesA && Up::kBytesB == Down::kBytesB, "one ring");
 static_assert(!Up::kHalved, "a half that is stored beside the next tile's products would wait for itself");
 
-// A, B and the result, of gate and up, then of down.
+// A, B and the result, of gate and up, then of down. In fp8 A and the first result have none.
 struct BothMaps {
     TensorMap of[2][3];
 };
@@ -67,6 +74,10 @@ struct Both {
     int experts;
     int width;  // D
     int inner;  // F
+    // In fp8: rows [R, D] bf16, SwiGLU's result [R, F], and scales [e, N/128, K/128] of both weights.
+    const uint4* rows;
+    float* act;
+    const float *up_scales, *down_scales;
 };
 
 __device__ __forceinline__ int part_of(int unit, int units) { return unit * kParts / units; }
@@ -133,17 +144,16 @@ __device__ __forceinline__ bool seek(const Both& both, const Units& units, int n
 // Parts whose rows of down are there, and the wait for one. One thread.
 struct Written {
     const Both& both;
-    const Units& units;
+    int all;  // units
     u32 known = 0;
 
     __device__ __forceinline__ bool is(int part) {
         if (known >> part & 1) return true;
-        const int all = units.count(),
-                  due = first_of_part(part + 1, all) - first_of_part(part, all),
+        const int due = first_of_part(part + 1, all) - first_of_part(part, all),
                   ups = (both.inner + Up::kColumns - 1) / Up::kColumns;
         if (static_cast<int>(ptx::load_acquire_gpu(both.counter + kFirstPart + part)) < due * ups)
             return false;
-        ptx::fence_async();
+        if (!Up::kQuantises) ptx::fence_async();
         known |= 1u << part;
         return true;
     }
@@ -167,8 +177,8 @@ __device__ __forceinline__ void load_work(const BothMaps& maps, const Shared<Up>
     const u32 full = shared.full + 8 * stage;
     const int live = least(work.tile.rows, Up::kBlockM);
     const TensorMap* map = maps.of[work.down];
-    if (kColumns) ptx::mbarrier_expect(full, bytes_of_rows<Up>(live) + Up::kBytesB);
-    if (kRows) load_rows<Up>(map, full, shared.a_of(stage), work.tile.row, live, k);
+    if (kColumns) ptx::mbarrier_expect(full, (Up::kQuantises ? 0 : bytes_of_rows<Up>(live)) + Up::kBytesB);
+    if (kRows && !Up::kQuantises) load_rows<Up>(map, full, shared.a_of(stage), work.tile.row, live, k);
     if (!kColumns) return;
     if (work.down)
         load_columns<Down, true>(map + 1, full, shared.b_of(stage), work.tile.expert, work.tile.column, k);
@@ -176,11 +186,19 @@ __device__ __forceinline__ void load_work(const BothMaps& maps, const Shared<Up>
         load_columns<Up, true>(map + 1, full, shared.b_of(stage), work.tile.expert, work.tile.column, k);
 }
 
+// One thread, which looks at no counter any more; as `each` of every block do. The last one sets them back.
+__device__ __forceinline__ void leave(const Both& both, u32 each) {
+    if (atomicAdd(both.counter + 1, 1u) == each * gridDim.x - 1) {
+        both.counter[0] = both.counter[1] = 0;
+        for (int part = 0; part < kParts; ++part) both.counter[kFirstPart + part] = 0;
+    }
+}
+
 // The producer thread.
 __device__ __forceinline__ void produce_both(const Both& both, const BothMaps& maps,
                                              const Shared<Up>& shared, const Units& units) {
     u32 patience = ptx::kPatience, position = 0;
-    Written written{both, units};
+    Written written{both, units.count()};
     Work work;
     bool more = seek(both, units, static_cast<int>(blockIdx.x), work);
     Ring<Up> ring(0);
@@ -197,10 +215,10 @@ __device__ __forceinline__ void produce_both(const Both& both, const BothMaps& m
         const int k = work.down ? both.inner : both.width, steps = (k + Up::kBlockK - 1) / Up::kBlockK;
         const Tile& tile = work.tile;
         shared.slots[slot] = {tile.expert, tile.row,  tile.rows, tile.column,
-                              tile.columns, steps, position,  work.down ? -1 : work.part};
+                              tile.columns, steps, position,  work.down ? -1 - work.part : work.part};
         ptx::mbarrier_arrive(shared.slot_full + 8 * slot);
         // The rows of gate and up are the launch's before, which a block waits for once.
-        const bool there = index > 0 && (!work.down || written.is(work.part));
+        const bool there = index > 0 && (Up::kQuantises || !work.down || written.is(work.part));
         const int ahead = there ? 0 : least(steps, Up::kStages);
         Ring<Up> rows = ring;
 #pragma unroll 1
@@ -212,7 +230,7 @@ __device__ __forceinline__ void produce_both(const Both& both, const BothMaps& m
             ptx::wait_for_launches();
             ptx::launch_dependents();
         }
-        if (work.down) written.wait(work.part);
+        if (!Up::kQuantises && work.down) written.wait(work.part);
 #pragma unroll 1
         for (int step = 0; step < ahead; ++step, rows.next())
             load_work<false, true>(maps, shared, rows.stage, work, step * Up::kBlockK);
@@ -232,18 +250,54 @@ __device__ __forceinline__ void produce_both(const Both& both, const BothMaps& m
         work = then;
     }
     if (patience == 0) *both.status = 1;
-    if (atomicAdd(both.counter + 1, 1u) == gridDim.x - 1) {
-        both.counter[0] = both.counter[1] = 0;
-        for (int part = 0; part < kParts; ++part) both.counter[kFirstPart + part] = 0;
-    }
+    if (!Up::kQuantises) leave(both, 1);
 }
 
-// One thread, when it has sent a tile of gate and up: the tile is in memory, and counted.
+// One of the warps that quantise, all lanes.
+__device__ __forceinline__ void quantise_both(const Both& both, const Shared<Up>& shared, u8* memory) {
+    const int member = static_cast<int>(threadIdx.x / 32) - 5;
+    u32 patience = 2 * ptx::kPatience;  // longer than that of who asks for columns
+    ptx::wait_for_launches();           // rows are the launch's before
+    Written written{both, told_units(both.hits)};
+    const PlainRows rows{both.rows, both.width};
+    const FloatRows acts{both.act, both.inner};
+#pragma unroll 1
+    for (u32 index = 0;; ++index) {
+        const Slot tile = take_slot<Up>(shared, index, patience);
+        if (!__all_sync(~0u, tile.steps >= 0 && patience != 0)) break;
+        if (tile.together >= 0) {
+            fill_tile<Up>(rows, shared, memory, tile, member, patience);
+        } else {
+            if (ptx::lane_id() == 0) written.wait(-1 - tile.together);
+            __syncwarp();
+            fill_tile<Up>(acts, shared, memory, tile, member, patience);
+        }
+    }
+    if (patience == 0) *both.status = 1;
+    if (ptx::lane_id() == 0) leave(both, kQuantisers);
+}
+
+// One thread, when it has sent a tile of gate and up (in fp8: when all have written theirs): the tile is in
+// memory, and counted.
 __device__ __forceinline__ void tell_part(const Both& both, int part) {
-    ptx::bulk_wait<0>();
-    ptx::fence_async();
+    if (!Up::kQuantises) {
+        ptx::bulk_wait<0>();
+        ptx::fence_async();
+    }
     ptx::fence_gpu();
     ptx::add_relaxed_gpu(both.counter + kFirstPart + part, 1);
+}
+
+// A tile of rows that were quantised here. The same code for both products, which comes from memory once.
+__device__ __forceinline__ void multiply_quantised(float (&d)[Up::kBlockN / 2], const Both& both,
+                                                   const Shared<Up>& shared, const Slot& tile,
+                                                   u32& patience) {
+    const bool down = tile.together < 0;
+    const int blocks = (down ? both.width : both.inner) / kBlock, column = tile.column / kBlock;
+    const Scales scales{nullptr, down ? both.down_scales : both.up_scales, nullptr, 0, 0};
+    StepScales<Up> next;
+    next.begin(scales, tile.steps, (down ? 1 : 2) * tile.expert * blocks + column, down ? 0 : blocks);
+    multiply_tile_fp8<Up>(d, shared, 0, tile, next, scales, patience);
 }
 
 __device__ __forceinline__ void consume_both(const Both& both, const BothMaps& maps,
@@ -257,10 +311,16 @@ __device__ __forceinline__ void consume_both(const Both& both, const BothMaps& m
     Slot tile = take_slot<Up>(shared, index, patience);
     while (tile.steps >= 0 && patience != 0) {
         float d[1][Up::kBlockN / 2];
-        multiply_tile<Up, 1>(d, shared, 0, tile, patience);
+        if constexpr (Up::kQuantises)
+            multiply_quantised(d[0], both, shared, tile, patience);
+        else
+            multiply_tile<Up, 1>(d, shared, 0, tile, patience);
         const int rows = least(tile.rows, Up::kBlockM);
         if (tile.together >= 0) {
-            store_block<Up>(d[0], act, acts, tile, tile.row, rows, nullptr);
+            if constexpr (Up::kQuantises)
+                store_floats<Up>(d[0], both.act, both.inner, tile, rows);
+            else
+                store_block<Up>(d[0], act, acts, tile, tile.row, rows, nullptr);
             if (thread == 0) tell_part(both, tile.together);
         } else {
             store_block<Down>(d[0], out, outs, tile, tile.row, rows, both.weights);
@@ -271,13 +331,17 @@ __device__ __forceinline__ void consume_both(const Both& both, const BothMaps& m
     if (patience == 0) *both.status = 1;
 }
 
-// Dynamic memory as of a product, and 12 bytes for every expert and one more.
+// Dynamic memory as of a product, 12 bytes for every expert and one more, and in fp8 scales of stages' rows.
 extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
     gate_up_and_down(const __grid_constant__ BothMaps maps, const __grid_constant__ Both both) {
     extern __shared__ u8 memory[];
     __shared__ Slot slots[kSlots];
     __shared__ u64 barriers[2 * C::kStages + 2 * kSlots + 2];
-    const Shared<Up> shared = lay_out<Up>(memory, slots, barriers, nullptr);
+    Shared<Up> shared = lay_out<Up>(memory, slots, barriers, nullptr);
+    const u32 behind = shared.staging + Up::kPanels * kPanel - ptx::smem_u32(memory);
+    if (Up::kQuantises)
+        shared.row_scales =
+            reinterpret_cast<float*>(memory + behind + (12 * (both.experts + 1) + 15) / 16 * 16);
     if (threadIdx.x == 0) {
         make_barriers(shared);
         for (int i = 0; i < 6; ++i) ptx::prefetch_map(&maps.of[0][0] + i);
@@ -290,11 +354,12 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
     } else {
         ptx::fewer_registers<Up::kProducerRegisters>();
         if (threadIdx.x / 32 == 4) {
-            const u32 behind = shared.staging + Up::kPanels * kPanel - ptx::smem_u32(memory);
             int* room = reinterpret_cast<int*>(memory + behind);
             Units units{room, room + both.experts + 1, room + 2 * (both.experts + 1)};
             units.take(both.hits, wait_for_hits(both.hits));
             if (ptx::lane_id() == 0) produce_both(both, maps, shared, units);
+        } else if constexpr (Up::kQuantises) {
+            quantise_both(both, shared, memory);
         }
     }
     ptx::wait_for_launches();  // a block without a tile: nothing ends before the launch before has

@@ -1,7 +1,7 @@
 """Gate, up and down of a small batch in one launch: the host's side of `ffn/both.cu`.
 
 Where it is the faster way (`why_two`), or where it is asked for: `Experts.one_launch`,
-`Groups(one_launch=True)`. The bits of two launches.
+`Groups(one_launch=True)`. The bits of two launches; in fp8 of three, since rows are quantised inside.
 """
 
 from __future__ import annotations
@@ -34,34 +34,40 @@ MOST_EXPERTS = 1024
 """Experts of a rank: a block keeps 12 bytes of each in the shared memory that a product leaves."""
 MOST_READ = 4 << 30
 """Bytes of weights up to which one launch is faster."""
+FP8_ONE_LAUNCH = False
+"""Whether experts in fp8 take one launch unless told otherwise."""
 FEW_ROWS = 32
 """Rows of an expert, in the mean, up to which weights are all that takes time, and narrow tiles read them."""
 
 
-def both_variant(*, weighted: bool) -> Variant:
+def both_variant(*, weighted: bool, fp8: bool = False) -> Variant:
     """The kernel whose result's rows are multiplied by weights, or not."""
-    up = gemm_variant(Layout.FORWARD, Epilogue.SWIGLU, SMALL)
+    up = gemm_variant(Layout.FORWARD, Epilogue.SWIGLU, SMALL, fp8=fp8)
     return Variant(source="ffn/both.cu", entry=ENTRY, defines=(*up.defines, ("WEIGHTED", int(weighted))))
 
 
 def shipped_variants() -> list[Variant]:
-    return [both_variant(weighted=weighted) for weighted in (True, False)]
+    return [both_variant(weighted=weighted, fp8=fp8) for weighted in (True, False) for fp8 in (True, False)]
 
 
-def why_two(expected: int, experts: int, sizes: tuple[int, int]) -> str | None:
+def why_two(expected: int, experts: int, sizes: tuple[int, int], *, fp8: bool = False) -> str | None:
     """Why two launches are faster of `expected` rows, or `None`. sizes: D and F.
 
     One H200, half of the experts and twice the tokens of a rank of two, dispatch and sums included: one
     launch saves up to 15 us, and never lost, up to so many bytes of weights (docs/LOG.md).
     """
+    if fp8 and not FP8_ONE_LAUNCH:
+        return "one launch in fp8 was not yet measured to be faster"
     width, inner = sizes
     hit = experts * (1 - (1 - 1 / max(1, experts)) ** expected)
-    if 6 * width * inner * hit > MOST_READ:
+    if (3 if fp8 else 6) * width * inner * hit > MOST_READ:
         return "reading the weights takes so long that wide tiles gain more than one launch saves"
     return None
 
 
-def why_not_both(groups: Groups, *, sizes: tuple[int, int], keep: bool, elsewhere: bool) -> str | None:
+def why_not_both(
+    groups: Groups, *, sizes: tuple[int, int], keep: bool, elsewhere: bool, fp8: bool = False
+) -> str | None:
     """Why one launch does not compute both products of `groups`, or `None`. sizes: D and F; keep: gate and up
     are kept; elsewhere: rows are read through an index, or come beside the first product."""
     experts = groups.ends_e.numel()
@@ -75,7 +81,7 @@ def why_not_both(groups: Groups, *, sizes: tuple[int, int], keep: bool, elsewher
         return "nobody has told which experts have rows"
     if experts > MOST_EXPERTS:
         return f"a rank has {experts} experts, {MOST_EXPERTS} at most"
-    return None if groups.one_launch else why_two(groups.expected, experts, sizes)
+    return None if groups.one_launch else why_two(groups.expected, experts, sizes, fp8=fp8)
 
 
 def run_both(
@@ -86,13 +92,18 @@ def run_both(
     act_RF: Tensor,
     out_RD: Tensor,
     weights_R: Tensor | None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Queue both products of rows_RD: `act_RF` and `out_RD` get what two launches give. All contiguous bf16,
     but `weights_R` float32. Where `why_not_both` says nothing; KernelError where a multiprocessor has no
-    room for a block: each has one, and they wait for each other's tiles."""
-    device, experts = rows_RD.get_device(), len(down_eDF)
-    smem = shared_bytes(experts)
-    kernel, blocks = _kernel(weights_R is not None, smem, device)
+    room for a block: each has one, and they wait for each other's tiles.
+
+    scales: float32 [e, N/128, K/128] of both weights, which are float8_e4m3fn then; `act_RF` is float32, and
+    gets SwiGLU's result before it is quantised."""
+    device, experts, fp8 = rows_RD.get_device(), len(down_eDF), scales is not None
+    smem = shared_bytes(experts, fp8=fp8)
+    kernel, blocks = _kernel(weights_R is not None, fp8, smem, device)
+    up_scales, down_scales = scales or (None, None)
     both = BOTH(
         hits=groups.hits,
         weights=weights_R,
@@ -101,8 +112,13 @@ def run_both(
         experts=experts,
         width=out_RD.shape[1],
         inner=act_RF.shape[1],
+        rows=rows_RD if fp8 else None,
+        act=act_RF if fp8 else None,
+        up_scales=up_scales,
+        down_scales=down_scales,
     )
-    maps = _maps(rows_RD, gate_up_eGD, down_eDF, act_RF, out_RD)
+    make = _fp8_maps if fp8 else _maps
+    maps = make(rows_RD, gate_up_eGD, down_eDF, act_RF, out_RD)
     args, how = [maps, both], {"grid": blocks, "block": SMALL.threads, "smem": smem, "dependent": True}
     records.launch(kernel, args, how)
     check_products(device)
@@ -115,9 +131,10 @@ def ended_before_last(device: int) -> bool:
     return latest is not None and latest.entry in (FOLLOWS.file[1], ENTRY)
 
 
-def shared_bytes(experts: int) -> int:
-    """Bytes of dynamic shared memory: a product's, and three numbers of every expert and one more."""
-    return SMALL.smem + -(-12 * (experts + 1) // 16) * 16
+def shared_bytes(experts: int, *, fp8: bool = False) -> int:
+    """Bytes of dynamic shared memory: a product's, three numbers of every expert and one more, and in fp8
+    scales of every stage's rows."""
+    return SMALL.smem + -(-12 * (experts + 1) // 16) * 16 + fp8 * 4 * SMALL.stages * SMALL.block_m
 
 
 def _maps(rows_RD: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor, act_RF: Tensor, out_RD: Tensor) -> ByValue:
@@ -134,10 +151,19 @@ def _maps(rows_RD: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor, act_RF: Tensor
     return ByValue(b"".join(bytes(part.raw) for part in maps))
 
 
+def _fp8_maps(
+    _rows_RD: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor, _act_RF: Tensor, out_RD: Tensor
+) -> ByValue:
+    """`BothMaps` of weights and of the last result, each in the place of those that are not read, too."""
+    up, down = stacked_map(gate_up_eGD, 128, SMALL.block_n // 2, 2), stacked_map(down_eDF, 128, SMALL.block_n)
+    maps = up, up, up, down, down, ragged_map(out_RD, 64, 64)
+    return ByValue(b"".join(bytes(part.raw) for part in maps))
+
+
 @functools.cache
-def _kernel(weighted: bool, smem: int, device: int) -> tuple[Any, int]:
+def _kernel(weighted: bool, fp8: bool, smem: int, device: int) -> tuple[Any, int]:
     """The kernel and the blocks of a launch, one a multiprocessor."""
-    kernel = load(both_variant(weighted=weighted), device)
+    kernel = load(both_variant(weighted=weighted, fp8=fp8), device)
     if not kernel.resident(SMALL.threads, smem):
         raise KernelError(
             f"ffn: one launch for both products wants {smem} bytes of shared memory in every multiprocessor, "
@@ -149,6 +175,7 @@ def _kernel(weighted: bool, smem: int, device: int) -> tuple[Any, int]:
 __all__ = [
     "BOTH",
     "ENTRY",
+    "FP8_ONE_LAUNCH",
     "both_variant",
     "ended_before_last",
     "run_both",

@@ -20,11 +20,13 @@ from torch import Tensor
 from torch.library import Library, register_fake
 
 from imbrex.kernels.arguments import multiprocessors
+from imbrex.kernels.ffn import both
 from imbrex.kernels.ffn.glue import COUNTERS, Groups, plan_groups
 from imbrex.kernels.ffn.inputs import check_inputs
 from imbrex.kernels.gemm.gemm import Epilogue, Layout, Scales, gemm_variant, launch_gemm
 from imbrex.kernels.gemm.tiling import FP8_DOWN_TILINGS, FP8_UP_TILINGS, choose_tiling
 from imbrex.kernels.jit import Kernel, Variant, load
+from imbrex.runtime.tracing import traced
 
 BLOCK = 128
 """Values that share a scale; D and F must be multiples of it."""
@@ -93,10 +95,12 @@ def ffn_fp8(
     *,
     scales_RB: Tensor | None = None,
     weights_R: Tensor | None = None,
+    groups: Groups | None = None,
 ) -> Tensor:
     """down(silu(gate) * up) of every row by its expert, times `weights_R` (float32) where given; bf16.
 
-    Rows expert-major, counts_e int64 on the device, as for `ffn`. No gradients.
+    Rows expert-major, counts_e int64 on the device, as for `ffn`. No gradients. groups: of `counts_e`, where
+    a dispatch has made them: then one launch may do all (`ffn.both`), with the same bits.
     rows_RD: bf16; or, with `scales_RB`, float8_e4m3fn, whose rows may lie apart.
     scales_RB: float32 [R, D/128]; a value stands for itself times the scale of its 128, as in rows of the
         codec `fp8`, and in DeepEP's and DeepGEMM's.
@@ -105,7 +109,31 @@ def ffn_fp8(
     if (problem := _why_not_rows(rows_RD, scales_RB)) is not None:
         raise ValueError(f"ffn_fp8: {problem}")
     check_inputs("ffn_fp8", rows_RD, (experts.gate_up_eGD, experts.down_eDF), counts_e, weights_R)
+    if groups is not None and why_not_one_launch(rows_RD, experts, groups, scales_RB) is None:
+        return run_in_one(rows_RD.contiguous(), experts, groups, weights_R)
     return torch.ops.imbrex_experts_fp8.ffn(rows_RD, scales_RB, *experts.tensors(), counts_e, weights_R)
+
+
+def why_not_one_launch(
+    rows_RD: Tensor, experts: Fp8Experts, groups: Groups, scales_RB: Tensor | None = None
+) -> str | None:
+    """Why one launch does not quantise these rows and compute both products, or `None`."""
+    if scales_RB is not None:
+        return "rows are quantised already"
+    if not len(rows_RD) or traced(rows_RD):
+        return "there are no rows, or torch traces the call"
+    sizes = experts.down_eDF.shape[1], experts.down_eDF.shape[2]
+    return both.why_not_both(groups, sizes=sizes, keep=False, elsewhere=False, fp8=True)
+
+
+def run_in_one(rows_RD: Tensor, experts: Fp8Experts, groups: Groups, weights_R: Tensor | None) -> Tensor:
+    """The experts on contiguous bf16 rows in one launch, where `why_not_one_launch` says nothing."""
+    act_RF = rows_RD.new_empty(len(rows_RD), experts.down_eDF.shape[2], dtype=torch.float32)
+    y_RD = torch.empty_like(rows_RD)
+    weights_R = None if weights_R is None else weights_R.contiguous()
+    weights, scales = (experts.gate_up_eGD, experts.down_eDF), (experts.gate_up_scales, experts.down_scales)
+    both.run_both(rows_RD, *weights, groups, act_RF, y_RD, weights_R, scales)
+    return y_RD
 
 
 def _why_not_rows(rows_RD: Tensor, scales_RB: Tensor | None) -> str | None:

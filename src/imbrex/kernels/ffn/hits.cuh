@@ -61,4 +61,9 @@ __device__ __forceinline__ int wait_for_hits(const u32* hits) {
     return static_cast<int>(ptx::load_acquire_gpu(hits));
 }
 
+// How many units there are. By now it is told.
+__device__ __forceinline__ int told_units(const u32* hits) {
+    return static_cast<int>(hits[kFirstHit + 2 * wait_for_hits(hits)] >> 16);
+}
+
 }  // namespace ffn

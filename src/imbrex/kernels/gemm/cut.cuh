@@ -5,6 +5,9 @@
 #ifndef BESIDE
 #define BESIDE 0
 #endif
+#ifndef QUANTISES
+#define QUANTISES 0
+#endif
 
 namespace gemm {
 
@@ -16,6 +19,7 @@ struct Cut {
     static constexpr int kPanels = PANELS, kGroupM = GROUP_M, kCluster = CLUSTER, kWave = WAVE;
     static constexpr int kGather = GATHER, kBox = BOX;
     static constexpr int kBeside = BESIDE;
+    static constexpr bool kQuantises = QUANTISES;
 };
 using C = Config<Cut>;
 

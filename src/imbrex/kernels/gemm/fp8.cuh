@@ -31,7 +31,8 @@
 //     next wave (919).
 //   Tiles of 128 x 128, two blocks an SM (478, 478; Mixtral 1810, 1633: L2).
 //   Rows quantised by the producer's idle warps while others multiply, against a kernel before (DeepSeek-V3
-//     1516, 1525; Qwen2 352, 324; Qwen3 280, 220): what these warps issue comes out of the products.
+//     1516, 1525; Qwen2 352, 324; Qwen3 280, 220): what these warps issue comes out of the products. Of few
+//     rows, where weights are all that takes time, they do (ffn/quantised.cuh).
 //   The product beside the kernel that quantises its rows, following its flags (Qwen3 197, 200; DeepSeek-V3
 //     1504, 1500).
 #pragma once
@@ -56,10 +57,11 @@ __device__ __forceinline__ void multiply_wave(float (&product)[C::kWave / 2], u3
 }
 
 // Where the scales of a group's 64 rows and of the waves' columns lie, and those of one step in registers.
+// Those of rows that are quantised here (kQuantises) come with their stage.
 template <class C>
 struct StepScales {
-    int row[2], column[C::kBlocksN];  // from scales.a and scales.b on
-    float a[2], b[C::kBlocksN];
+    int row[2], column[C::kScalesN];  // from scales.a and scales.b on
+    float a[2], b[C::kScalesN];
 
     // Those of a tile's first step. source: where rows of A lie, used where GATHER.
     __device__ __forceinline__ void begin(const Scales& scales, const Slot& tile, const i64* source,
@@ -72,17 +74,34 @@ struct StepScales {
         }
         const int blocks_n = columns / kBlock, first = tile.column / kBlock;
 #pragma unroll
-        for (int i = 0; i < C::kBlocksN; ++i) {
+        for (int i = 0; i < C::kScalesN; ++i) {
             const int block = C::kSwiglu ? first + i * blocks_n : least(first + i, blocks_n - 1);
             column[i] = (tile.expert * (C::kSwiglu ? 2 : 1) * blocks_n + block) * tile.steps;
         }
         load(scales, 0);
     }
+    // The same of rows that are quantised here. block: the first block of 128 of B's rows; apart: from it to
+    // the next.
+    __device__ __forceinline__ void begin(const Scales& scales, int steps, int block, int apart) {
+        const int thread = threadIdx.x % 128;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) row[i] = 16 * (thread / 32) + thread % 32 / 4 + 8 * i;
+#pragma unroll
+        for (int i = 0; i < C::kScalesN; ++i) column[i] = (block + i * apart) * steps;
+        load(scales, 0);
+    }
     __device__ __forceinline__ void load(const Scales& scales, int ahead) {
+        if constexpr (!C::kQuantises)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) a[i] = ptx::load_constant(scales.a + (row[i] += ahead));
+            for (int i = 0; i < 2; ++i) a[i] = ptx::load_constant(scales.a + (row[i] += ahead));
 #pragma unroll
-        for (int i = 0; i < C::kBlocksN; ++i) b[i] = ptx::load_constant(scales.b + (column[i] += ahead));
+        for (int i = 0; i < C::kScalesN; ++i) b[i] = ptx::load_constant(scales.b + (column[i] += ahead));
+    }
+    // Products of this step's scales; then the next one's are asked for.
+    __device__ __forceinline__ void take(float (&scale)[C::kScalesN][2], const Scales& scales, int ahead) {
+#pragma unroll
+        for (int i = 0; i < 2 * C::kScalesN; ++i) scale[i / 2][i % 2] = a[i % 2] * b[i / 2];
+        load(scales, ahead);
     }
 };
 
@@ -103,16 +122,19 @@ template <class C, bool kFirst>
 __device__ __forceinline__ void multiply_step_fp8(float (&d)[C::kBlockN / 2], const Shared<C>& shared,
                                                   const Ring<C>& ring, u32 rows_a, StepScales<C>& next,
                                                   const Scales& scales, int ahead, u32& patience) {
-    float product[C::kProducts][C::kWave / 2], scale[C::kBlocksN][2];
+    float product[C::kProducts][C::kWave / 2], scale[C::kScalesN][2];
     const int stage = uniform(ring.stage);  // else every operand of every product is moved lane 0's way
     const u32 a = (shared.a_of(stage) + rows_a) >> 4, b = shared.b_of(stage) >> 4;
-#pragma unroll
-    for (int i = 0; i < 2 * C::kBlocksN; ++i) scale[i / 2][i % 2] = next.a[i % 2] * next.b[i / 2];
-    next.load(scales, ahead);
+    if constexpr (!C::kQuantises) next.take(scale, scales, ahead);
     ptx::mbarrier_wait(shared.full + 8 * ring.stage, ring.phase, patience);
 #pragma unroll
     for (int wave = 0; wave < C::kProducts - 1; ++wave)
         multiply_wave<C>(product[wave], a, b + wave * C::kWave * 8);
+    if constexpr (C::kQuantises) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) next.a[i] = shared.row_scales[stage * C::kBlockM + next.row[i]];
+        next.take(scale, scales, ahead);
+    }
 #pragma unroll
     for (int wave = 0; wave < C::kWaves; ++wave) {
         constexpr int kAhead = C::kProducts - 1;
@@ -124,7 +146,7 @@ __device__ __forceinline__ void multiply_step_fp8(float (&d)[C::kBlockN / 2], co
         }
         ptx::wgmma_results(product[wave % C::kProducts]);
         if (wave == C::kWaves - 1) release_stage<C>(shared.empty + 8 * ring.stage);
-        const float (&times)[2] = scale[wave * C::kWave / kBlock];
+        const float (&times)[2] = scale[wave * C::kScalesN / C::kWaves];
         add_wave<C, kFirst>(d + C::kWave / 2 * wave, product[wave % C::kProducts], times[0], times[1]);
     }
 }
@@ -137,11 +159,19 @@ __device__ __forceinline__ void multiply_tile_fp8(float (&d)[C::kBlockN / 2], co
                                                   const Scales& scales, u32& patience) {
     const u32 rows_a = uniform(group) * kPanel;
     Ring<C> ring(tile.position);
-    multiply_step_fp8<C, true>(d, shared, ring, rows_a, next, scales, tile.steps > 1, patience);
+    if constexpr (C::kQuantises) {  // one copy of a step: of few rows code, too, comes from memory
+#pragma unroll
+        for (int i = 0; i < C::kSums; ++i) d[i] = 0.f;
 #pragma unroll 1
-    for (int left = tile.steps - 1; left > 0; --left) {
-        ring.next();
-        multiply_step_fp8<C, false>(d, shared, ring, rows_a, next, scales, left > 1, patience);
+        for (int left = tile.steps; left > 0; --left, ring.next())
+            multiply_step_fp8<C, false>(d, shared, ring, rows_a, next, scales, left > 1, patience);
+    } else {
+        multiply_step_fp8<C, true>(d, shared, ring, rows_a, next, scales, tile.steps > 1, patience);
+#pragma unroll 1
+        for (int left = tile.steps - 1; left > 0; --left) {
+            ring.next();
+            multiply_step_fp8<C, false>(d, shared, ring, rows_a, next, scales, left > 1, patience);
+        }
     }
 }
 
@@ -154,6 +184,16 @@ __device__ __forceinline__ float scale_of(float largest) {
     return __fmaf_rn(-__fmaf_rn(q, kLargest, -largest), kInverse, q);
 }
 
+// What brings the largest of 128 to 448, nearly.
+__device__ __forceinline__ float inverse_of(float largest) {
+    return largest > 1e-30f ? kLargest * ptx::reciprocal(largest) : 0.f;
+}
+
+__device__ __forceinline__ float swiglu_fast(float gate, float up) {
+    const float half = .5f * gate, both = half * up;  // silu(x) = x / 2 (1 + tanh(x / 2))
+    return both * ptx::tanh_fast(half) + both;
+}
+
 // SwiGLU of 64 rows x 128 columns, quantised. `row`, `rows` as in store_block.
 template <class C, class Sink>
 __device__ __forceinline__ void store_block_fp8(float (&d)[C::kBlockN / 2], const Sink& sink,
@@ -164,8 +204,7 @@ __device__ __forceinline__ void store_block_fp8(float (&d)[C::kBlockN / 2], cons
     float some[2][4] = {}, most[2];
 #pragma unroll
     for (int i = 0; i < 64; ++i) {
-        const float half = .5f * d[i], both = half * d[64 + i];  // silu(x) = x / 2 (1 + tanh(x / 2))
-        d[i] = both * ptx::tanh_fast(half) + both;
+        d[i] = swiglu_fast(d[i], d[64 + i]);
         float& chain = some[i / 2 % 2][i / 4 % 2 * 2 + i % 2];
         chain = fmaxf(chain, fabsf(d[i]));
     }
@@ -178,7 +217,7 @@ __device__ __forceinline__ void store_block_fp8(float (&d)[C::kBlockN / 2], cons
     float inverse[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        inverse[i] = most[i] > 1e-30f ? kLargest * ptx::reciprocal(most[i]) : 0.f;
+        inverse[i] = inverse_of(most[i]);
         if (lane % 4 == 0 && mine + 8 * i < rows)
             scales.d[i64(row + mine + 8 * i) * scales.stride_d + tile.column / kBlock] = scale_of(most[i]);
     }

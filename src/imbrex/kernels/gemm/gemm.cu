@@ -20,6 +20,8 @@
 //   BOX       rows of A that an instruction loads at most (bf16, forward and dgrad)
 //   GATHER    warps that ask for the rows of A one by one, through an index (forward); 0: rows are in order:
 //             gemm/gather.cuh
+//   QUANTISES 1: rows of A come from warps that quantise them (fp8, one group; not in this kernel):
+//             ffn/quantised.cuh
 //   BLOCK_N   columns of a tile; STAGES of the load ring; PANELS of store staging a group
 //   GROUP_M   row tiles side by side: gemm/scheduler.cuh
 // Both enums are gemm.py's (gemm/kinds.cuh is made from them). What the kernel does is `run`: gemm/run.cuh.

@@ -24,6 +24,8 @@ struct WalkOf<2, Single, Pair> {
     using Type = Pair;
 };
 
+constexpr int kQuantisers = 3;  // warps beside the producer's that quantise rows of A (kQuantises)
+
 // How a product is cut, loaded and stored, and what follows from it. `Cut`: a struct of the numbers
 // themselves, which gemm/gemm.cu explains.
 template <class Cut>
@@ -53,8 +55,9 @@ struct Config : Cut {
     // kBeside: registers of three warps of the producer's group that do something else, or 0. Who asks for
     // more gets what others gave back: a thread begins with 168, so three groups have 504, or the launch
     // fails.
-    static constexpr int kProducerRegisters = Cut::kBeside ? (Cut::kGroups > 1 ? Cut::kBeside : 120)
-                                                           : (kManyRegisters ? 40 : 56);
+    static constexpr int kProducerRegisters = Cut::kQuantises ? 120
+                                              : Cut::kBeside  ? (Cut::kGroups > 1 ? Cut::kBeside : 120)
+                                                              : (kManyRegisters ? 40 : 56);
     static constexpr int kConsumerRegisters = Cut::kGroups == 1 ? 240
                                               : Cut::kBeside    ? (504 - Cut::kBeside) / 2
                                               : kManyRegisters  ? 232
@@ -72,7 +75,8 @@ struct Config : Cut {
     static constexpr int kApart = kSwiglu && kHalved ? 128 : 64;  // from one panel of results to the next
     static constexpr int kSums = kBlockN / 2, kHalfSums = kSums / 2;
     static constexpr int kWaves = kBlockN / Cut::kWave, kProducts = Cut::kWave == 128 ? 1 : 2;  // fp8
-    static constexpr int kBlocksN = kBlockN / 128;
+    // Scales of B of a step of fp8: of SwiGLU those of gate and of up, whatever the width.
+    static constexpr int kScalesN = kSwiglu ? 2 : kBlockN / 128;
     // Crews of warps that ask for rows in turn (gemm/gather.cuh), and the quads of rows of one of them.
     static constexpr int kTurns = 2, kCrew = Cut::kGather ? Cut::kGather / kTurns : 1,
                          kQuadsEach = kBlockM / 4 / kCrew;
@@ -95,6 +99,8 @@ struct Config : Cut {
     static_assert(Cut::kGroups == 1 || 2 * kConsumerRegisters + kProducerRegisters <= 504,
                   "more registers than the block begins with");
     static_assert(kConsumerRegisters % 8 == 0 && kProducerRegisters % 8 == 0, "registers come in eights");
+    static_assert(!Cut::kQuantises || (Cut::kFp8 && Cut::kGroups == 1 && Cut::kCluster == 1 && !Cut::kGather),
+                  "rows are quantised for one group, by warps that are idle");
     static_assert(!Cut::kBeside || !(Cut::kFp8 || Cut::kGather), "the producer's warps are not idle");
     static_assert(!Cut::kGather || (Cut::kGather % kTurns == 0 && Cut::kStages >= kTurns), "crews are alike");
 };
@@ -186,6 +192,7 @@ struct Shared {
     u32 a, b, staging, full, empty, slot_full, slot_empty, order;
     Slot* slots;
     u32* from;  // rows of A to gather, kTurns * kBlockM of them
+    float* row_scales = nullptr;  // of A's rows, kBlockM a stage (kQuantises)
     __device__ __forceinline__ u32 a_of(u32 stage) const { return a + stage * C::kBytesA; }
     __device__ __forceinline__ u32 b_of(u32 stage) const { return b + stage * C::kBytesB; }
 };
@@ -200,13 +207,25 @@ struct Ring {
     }
 };
 
+// Lanes of a warp that tell of a slot that all have read, or of rows that all have quantised.
+// compute-sanitizer's racecheck takes an arrival for that of one thread, and other lanes' reads for races: for
+// it (RACECHECK) all of them arrive.
+#ifdef RACECHECK
+constexpr u32 kReleasing = 32;
+#else
+constexpr u32 kReleasing = 1;
+#endif
+// The same of a stage, of which lanes read scales where rows are quantised; else only the tensor cores do.
+template <class C>
+constexpr u32 kFreeing = C::kQuantises ? kReleasing : 1;
+
 // A warp has read a stage: whoever fills it may do so, which are all blocks of the cluster.
 template <class C>
 __device__ __forceinline__ void release_stage(u32 barrier) {
     const u32 lane = threadIdx.x % 32;
     if constexpr (C::kCluster > 1) {
         if (lane < C::kCluster) ptx::mbarrier_arrive_cluster(barrier, lane);
-    } else if (lane == 0) {
+    } else if (lane < kFreeing<C>) {
         ptx::mbarrier_arrive(barrier);
     }
 }
@@ -223,14 +242,6 @@ __device__ __forceinline__ void release_slot(u32 barrier) {
 
 // The value of lane 0, where all have the same, and the compiler has to know.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
-
-// Lanes of a warp that tell of a slot that all have read. compute-sanitizer's racecheck takes an arrival for
-// that of one thread, and the other lanes' reads for races: for it (RACECHECK) all of them arrive.
-#ifdef RACECHECK
-constexpr u32 kReleasing = 32;
-#else
-constexpr u32 kReleasing = 1;
-#endif
 
 // Tile number `index` of the block, and its slot free again.
 template <class C>
@@ -297,14 +308,14 @@ __device__ __forceinline__ Shared<C> lay_out(u8* memory, Slot* slots, u64* barri
 template <class C>
 __device__ __forceinline__ void make_barriers(const Shared<C>& shared) {
     for (int i = 0; i < C::kStages; ++i) {
-        ptx::mbarrier_init(shared.full + 8 * i, C::kCrew);
-        ptx::mbarrier_init(shared.empty + 8 * i, C::kCluster * C::kReaders);
+        ptx::mbarrier_init(shared.full + 8 * i, C::kCrew + (C::kQuantises ? kReleasing : 0));
+        ptx::mbarrier_init(shared.empty + 8 * i, C::kCluster * C::kReaders * kFreeing<C>);
     }
     for (int i = 0; i < kSlots; ++i) {
         ptx::mbarrier_init(shared.slot_full + 8 * i, 1);
         ptx::mbarrier_init(
             shared.slot_empty + 8 * i,
-            C::kCluster * C::kReaders * kReleasing +
+            C::kCluster * C::kReaders * kReleasing + (C::kQuantises ? kQuantisers * kReleasing : 0) +
                 (C::kGather ? C::kCluster * C::kGather : C::kCluster - 1));
     }
     for (int i = 0; i < 2; ++i) ptx::mbarrier_init(shared.order + 8 * i, 4);
