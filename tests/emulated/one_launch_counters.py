@@ -2,7 +2,8 @@
 
 Of every block one who loads and one who multiplies. The order of what they do is that of `ffn/both.cu`'s
 text, and which part a tile counts for or waits for is the kernel's arithmetic, compiled. A tile has one step,
-and a block has room for one: what a tile asks for ahead has to wait until the one before is multiplied.
+and a block has room for one: what a tile asks for ahead has to wait until the one before is multiplied. In
+fp8 a third one, the three warps that quantise, brings rows and waits for them, and sets counters back.
 """
 
 from __future__ import annotations
@@ -48,6 +49,13 @@ CONSUMER = {
     "out": r"store_block<Down>",
     "last": r"if \(thread == 0\) ptx::bulk_wait<0>\(\)",
 }
+QUANTISER = {
+    "launches": r"wait_for_launches\(",
+    "take": r"tile = take_slot<Up>",
+    "wait": r"written\.wait\(-1 - tile\.together\)",
+    "rows": r"fill_tile<Up>\(acts",
+    "done": r"leave\(both, kQuantisers\)",
+}
 TELL = {
     "bulk_wait": r"bulk_wait<0>\(",
     "engine": r"fence_async\(",
@@ -59,18 +67,24 @@ TELL = {
 class OneLaunch(Machine):
     """A launch: units of 64 rows, tiles of gate and up and of down that each has, blocks."""
 
-    def __init__(self, source: Source, *, units: int, ups: int, downs: int, blocks: int) -> None:
+    def __init__(
+        self, source: Source, *, units: int, ups: int, downs: int, blocks: int, fp8: bool = False
+    ) -> None:
         super().__init__(1)
+        self.fp8 = fp8
         self.source, self.units, self.ups, self.downs = source, units, ups, downs
         self.blocks, self.all = blocks, units * (ups + downs)
         text = source.text(BOTH)
         begin, end = text.index("__device__ __forceinline__ int part_of"), text.index("struct Units {")
         self._parts = _compile(text[begin:end])
         self.least = text.count("< due * ups)") == 1
+        self.stays = "if (!Up::kQuantises) leave(both, 1);" in text  # who asks for columns sets nothing back
         self.last = blocks if "atomicAdd(both.counter + 1, 1u) == each * gridDim.x - 1)" in text else 1
         for block in range(blocks):
             self._loads(self.thread(0, f"who loads, block {block}"), block)
             self._multiplies(self.thread(0, f"who multiplies, block {block}"), block)
+            if fp8:
+                self._quantises(self.thread(0, f"who quantises, block {block}"), block)
 
     def due(self, part: int) -> int:
         first = [self._parts.first(at, self.units) for at in (part, part + 1)]
@@ -101,15 +115,35 @@ class OneLaunch(Machine):
                 asm.add("tell of a tile", loads.tell)
             elif mark == "columns":
                 asm.add("columns", ready=loads.has_room)
-            elif mark == "wait":
+            elif mark == "wait" and not self.fp8:
                 asm.add("wait for a part", ready=loads.are_there)
             elif mark == "rows":
-                asm.add("rows", loads.rows)
+                asm.add("rows", loads.asked if self.fp8 else loads.rows)
             elif mark == "rest":
                 asm.add("next", loads.go_on, silent=True)
                 asm.go("tiles")
                 asm.label("no more")
                 asm.add("tell of the end", loads.tell_end)
+            elif mark == "done" and not (self.fp8 and self.stays):
+                asm.add("done", functools.partial(loads.leave, self.last))
+
+    def _quantises(self, asm: Asm, block: int) -> None:
+        """`quantise_both`."""
+        head = "__device__ __forceinline__ void quantise_both("
+        loads = Loads(self, block)
+        asm.add("begin", loads.begin, silent=True)
+        asm.label("tiles")
+        for mark, _ in self.source.order(BOTH, head, QUANTISER):
+            if mark == "take":
+                asm.add("take a tile", loads.take, ready=loads.is_told)
+                asm.go("no more", lambda w, t: t.number < 0)
+            elif mark == "wait":
+                asm.add("wait for a part", ready=loads.are_there)
+            elif mark == "rows":
+                asm.add("rows", loads.rows, ready=loads.has_room)
+                asm.add("next", loads.go_on, silent=True)
+                asm.go("tiles")
+                asm.label("no more")
             elif mark == "done":
                 asm.add("done", functools.partial(loads.leave, self.last))
 
@@ -147,7 +181,7 @@ class OneLaunch(Machine):
             w[self.word(0, "written", self.part(t.number))] += 1
 
         for mark, _ in self.source.order(BOTH, "__device__ __forceinline__ void tell_part(", TELL):
-            if mark == "bulk_wait":
+            if mark == "bulk_wait" and not self.fp8:
                 asm.add(mark, lambda w, t: wait_stores(t, 0), silent=True)
             elif mark == "fence":
                 asm.fence(self.places)
@@ -174,6 +208,7 @@ class Loads:
         self.launch, self.block, word = launch, block, functools.partial(launch.word, 0)
         self.drawn, self.done, self.told = word("drawn"), word("done"), word("told", block)
         self.multiplied, self.loaded = word("multiplied", block), word("loaded", block)
+        self.columns = word("columns", block)
         self.written = [word("written", part) for part in range(PARTS)]
 
     def begin(self, w: Words, t: Thread) -> None:
@@ -203,6 +238,15 @@ class Loads:
             load(w, t, self.launch.word(0, "act", at), f"activation {at}")
         w[self.loaded] = t.aside + 1
 
+    def asked(self, w: Words, t: Thread) -> None:
+        w[self.columns] = t.aside + 1
+
+    def is_told(self, w: Words, t: Thread) -> bool:
+        return w[self.told] > t.aside or w[self.told] < 0
+
+    def take(self, w: Words, t: Thread) -> None:
+        t.number = w[self.launch.word(0, "slot", self.block, t.aside)] - 1
+
     def go_on(self, w: Words, t: Thread) -> None:
         t.number, t.aside = t.next, t.aside + 1
 
@@ -222,7 +266,7 @@ class Multiplies:
     def __init__(self, launch: OneLaunch, block: int) -> None:
         self.launch, self.block, word = launch, block, functools.partial(launch.word, 0)
         self.told, self.loaded = word("told", block), word("loaded", block)
-        self.multiplied = word("multiplied", block)
+        self.multiplied, self.columns = word("multiplied", block), word("columns", block)
 
     def begin(self, w: Words, t: Thread) -> None:
         t.aside = 0
@@ -234,14 +278,14 @@ class Multiplies:
         t.next = w[self.launch.word(0, "slot", self.block, t.aside)] - 1
 
     def is_loaded(self, w: Words, t: Thread) -> bool:
-        return w[self.loaded] > t.aside
+        return w[self.loaded] > t.aside and (not self.launch.fp8 or w[self.columns] > t.aside)
 
     def multiply(self, w: Words, t: Thread) -> None:
         t.number, t.aside = t.next, t.aside + 1
         w[self.multiplied] = t.aside
 
     def store_act(self, w: Words, t: Thread) -> None:
-        store(w, t, self.launch.word(0, "act", t.number), by_engine=True)
+        store(w, t, self.launch.word(0, "act", t.number), by_engine=not self.launch.fp8)
 
     def store_out(self, w: Words, t: Thread) -> None:
         at = self.launch.word(0, "out", t.number)

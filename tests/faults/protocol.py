@@ -119,6 +119,22 @@ PROTOCOL = [
         ("unit/test_one_launch.py::test_it_begins_before_it_is_known_who_has_rows",),
     ),
     Fault(
+        "who-asks-for-columns-sets-counters-back",
+        "kernels/ffn/both.cu",
+        "a block whose weights are all asked for leaves a launch in fp8, whose warps still wait for rows",
+        "    if (!Up::kQuantises) leave(both, 1);\n",
+        "    leave(both, 1);\n",
+        ("unit/test_one_launch_fp8.py::test_the_bits_of_three_launches",),
+    ),
+    Fault(
+        "scales-of-rows-in-another-stage",
+        "kernels/ffn/quantised.cuh",
+        "scales of rows in fp8 go to another stage than their rows",
+        "shared.row_scales[ring.stage * C::kBlockM + row] = found.scale",
+        "shared.row_scales[row] = found.scale",
+        ("unit/test_one_launch_fp8.py::test_the_bits_of_three_launches",),
+    ),
+    Fault(
         "ends-of-the-call-before",
         "kernels/exchange/small.cu",
         "the first product takes where rows ended in the call before for where they end",

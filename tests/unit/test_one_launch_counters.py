@@ -5,6 +5,7 @@ activation is read before it is there, counters are set back. Faults put into th
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.emulated.one_launch_counters import BOTH, OneLaunch
 
 pytestmark = [pytest.mark.skipif(not kernel.available(), reason="needs g++"), pytest.mark.untraced]
 
-CASES = {
+CASES: dict[str, Any] = {
     "one block": {"units": 2, "ups": 2, "downs": 1, "blocks": 1},
     "one block, one unit": {"units": 1, "ups": 2, "downs": 2, "blocks": 1},
     "two blocks": {"units": 2, "ups": 1, "downs": 2, "blocks": 2},
@@ -24,6 +25,20 @@ CASES = {
     "blocks without tiles": {"units": 1, "ups": 1, "downs": 1, "blocks": 3},
     "no rows": {"units": 0, "ups": 1, "downs": 1, "blocks": 2},
 }
+
+
+FP8_CASES: dict[str, Any] = {
+    **{name: CASES[name] for name in ("one block", "one block, one unit", "a part of two units", "no rows")},
+    "two blocks": {"units": 1, "ups": 2, "downs": 1, "blocks": 2},
+    "a first tile of down": {"units": 1, "ups": 1, "downs": 1, "blocks": 2},
+}
+
+
+@pytest.mark.parametrize("name", FP8_CASES)
+def test_no_interleaving_in_fp8_has_a_fault(name: str) -> None:
+    explored = explore(OneLaunch(Source(), **FP8_CASES[name], fp8=True), 200_000)
+    assert explored.fault is None
+    assert explored.states > 10
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -82,6 +97,36 @@ FAULTS: dict[str, tuple[str, Edits, str]] = {
     ),
 }
 """Where, what is put in, and what the model then says."""
+
+
+FP8_FAULTS: dict[str, tuple[str, Edits, str]] = {
+    "down does not wait": (
+        "two blocks",
+        ((BOTH, "            if (ptx::lane_id() == 0) written.wait(-1 - tile.together);\n", ""),),
+        "activation . is",
+    ),
+    "a tile is counted without a fence": FAULTS["a tile is counted without a fence"],
+    "a part is due a tile early": FAULTS["a part is due a tile early"],
+    "who asks for columns sets counters back": (
+        "two blocks",
+        (
+            (BOTH, "    if (!Up::kQuantises) leave(both, 1);\n", "    leave(both, 1);\n"),
+            (BOTH, "    if (ptx::lane_id() == 0) leave(both, kQuantisers);\n", ""),
+        ),
+        "for ever|set back",
+    ),
+    "the first block that is done sets counters back": FAULTS[
+        "the first block that is done sets counters back"
+    ],
+}
+
+
+@pytest.mark.parametrize("name", FP8_FAULTS)
+def test_faults_in_fp8_are_found(name: str) -> None:
+    case, edits, says = FP8_FAULTS[name]
+    explored = explore(OneLaunch(Source(edits), **FP8_CASES[case], fp8=True), 200_000)
+    assert explored.fault is not None
+    assert re.search(says, explored.fault), explored.fault
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -20,6 +20,7 @@ from tests.emulated.gemm import Edits, EmulatedKernel, emulate
 from tests.emulated.kernel import load
 from tests.emulated.ragged import TAIL, draw, ends_of, hits_of, rows_of
 from tests.emulated.scenario import Case, make_exchange, make_inputs
+from tests.unit.test_one_launch import LATE
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles the kernel with g++")
 BLOCKS = 3
@@ -131,6 +132,16 @@ def test_behind_a_dispatch(monkeypatch: pytest.MonkeyPatch, world: int, tokens: 
         one, three = in_one(monkeypatch, made), in_three(monkeypatch, made)
         assert torch.equal(one[:live].view(torch.int16), three[:live].view(torch.int16))
         assert not one[:live].isnan().any()
+
+
+def test_it_begins_before_it_is_known_who_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = [3, 0, 1, 70]
+    made = batch(counts, 256, 128)
+    three, hits = in_three(monkeypatch, made), hits_of(counts)
+    made.groups.hits = torch.cat([torch.zeros_like(hits), hits])
+    made.groups.hits[0] = -1
+    one = in_one(monkeypatch, made, edits=LATE)
+    assert torch.equal(one[:74].view(torch.int16), three[:74].view(torch.int16))
 
 
 def test_rows_of_any_magnitude_have_the_codecs_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,7 +257,6 @@ __device__ __forceinline__ void produce_both(const Both& both, const BothMaps& m
 __device__ __forceinline__ void quantise_both(const Both& both, const Shared<Up>& shared, u8* memory) {
     const int member = static_cast<int>(threadIdx.x / 32) - 5;
     u32 patience = 2 * ptx::kPatience;  // longer than that of who asks for columns
-    ptx::wait_for_launches();           // rows are the launch's before
     Written written{both, told_units(both.hits)};
     const PlainRows rows{both.rows, both.width};
     const FloatRows acts{both.act, both.inner};
@@ -265,6 +264,7 @@ __device__ __forceinline__ void quantise_both(const Both& both, const Shared<Up>
     for (u32 index = 0;; ++index) {
         const Slot tile = take_slot<Up>(shared, index, patience);
         if (!__all_sync(~0u, tile.steps >= 0 && patience != 0)) break;
+        if (index == 0) ptx::wait_for_launches();  // rows are the launch's before
         if (tile.together >= 0) {
             fill_tile<Up>(rows, shared, memory, tile, member, patience);
         } else {

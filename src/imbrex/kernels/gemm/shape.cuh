@@ -208,7 +208,7 @@ struct Ring {
 };
 
 // Lanes of a warp that tell of a slot that all have read, or of rows that all have quantised.
-// compute-sanitizer's racecheck takes an arrival for that of one thread, and other lanes' reads for races: for
+// compute-sanitizer's racecheck takes an arrival for that of one thread, and the others' reads for races: for
 // it (RACECHECK) all of them arrive.
 #ifdef RACECHECK
 constexpr u32 kReleasing = 32;
