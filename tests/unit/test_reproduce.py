@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from imbrex.bench.results import write_results
 from imbrex.cli import main
 from imbrex.cli import reproduce as command
 from imbrex.codec import make
@@ -42,6 +43,13 @@ from imbrex.reproduce.stage import Network, RanOn
 from imbrex.reproduce.testbed import TESTBED, Layer, every_layer, schemoe, tutel
 from imbrex.reproduce.training import VARIANTS, DenseLayer, OnDevice
 
+RUN = {
+    "command": "by hand",
+    "commit": "0000000",
+    "date": "2026-11-27",
+    "hardware": {"gpu": "H200", "count": 4},
+    "versions": {},
+}
 FOUND = [
     {"variant": "none", "seed": 0, "held_out_nats": 2.0},
     {"variant": "int8", "seed": 0, "held_out_nats": 2.01},
@@ -298,8 +306,10 @@ def test_comets_memory_beside_ours() -> None:
     assert "it is 2.0 times at most" in finding.verdict[0]
 
 
-def test_comets_figure_8_without_gpus_is_blank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comets_figure_8_without_gpus_is_blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an installed package, where no results are committed."""
     monkeypatch.setattr(comet_figure_8, "why_not_hopper", lambda: "no GPU")
+    monkeypatch.setattr(comet_figure_8, "RESULTS", tmp_path)
     finding = find("comet-figure-8", Options())
     assert [row[:4] for row in finding.table] == [
         ("(not said)", "1 x 8", "4096", "18"),
@@ -308,43 +318,74 @@ def test_comets_figure_8_without_gpus_is_blank(monkeypatch: pytest.MonkeyPatch) 
     ]
     assert {cell for row in finding.table for cell in row[4:]} == {""}
     assert finding.rows == []
-    assert "nothing of it was measured" in finding.verdict[-1]
+    assert "Nothing of it was measured" in finding.verdict[-1]
 
 
-def test_comets_figure_8_names_the_best_split(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comets_figure_8_names_the_best_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"rows": {-1: 10.0, 4: 30.0, 8: 12.0, 12: 13.0}, "sums": {-1: 20.0, 4: 19.0, 8: 22.0, 12: 25.0}}
-    sweep = comet_figure_8.Sweep(tensor=2, tokens=4096, times=times)
+    case = {"model": "mixtral", "M": 4096, "W": 4, "TP": 2}
+    rows = [
+        {"op": op, "impl": comet_figure_8.impl_of(kind, n), "case": case, "median_us": us}
+        for kind, op in comet_figure_8.KINDS.items()
+        for n, us in times[kind].items()
+    ]
     monkeypatch.setattr(comet_figure_8, "why_not_hopper", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(comet_figure_8, "measure", lambda model, world, rounds: [sweep])
+    monkeypatch.setattr(comet_figure_8, "measure", lambda model, world, rounds: rows)
     finding = find("comet-figure-8", Options())
     assert finding.table[-1] == ("mixtral", "2 x 2", "4096", "", "8", "1.200", "4", "0.950")
-    assert len(finding.rows) == 8
+    assert finding.rows == rows
     assert "1.200 to 1.200 times as long" in finding.verdict[-1]
+
+    write_results(tmp_path / "comet-figure-8.json", finding.question, RUN, rows)
+    monkeypatch.setattr(comet_figure_8, "why_not_hopper", lambda: "no GPU")
+    monkeypatch.setattr(comet_figure_8, "RESULTS", tmp_path)
+    elsewhere = find("comet-figure-8", Options())
+    assert (elsewhere.table, elsewhere.verdict) == (finding.table, finding.verdict)
+    assert elsewhere.rows == []
+    assert "not this machine, but benchmarks/results/comet-figure-8.json (4 x H200" in elsewhere.differs[0]
 
 
 @pytest.mark.parametrize(("number", "cases"), [(12, 4), (13, 5), (14, 6)])
 def test_comets_layers_without_gpus_are_blank(
-    number: int, cases: int, monkeypatch: pytest.MonkeyPatch
+    number: int, cases: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In an installed package, where no results are committed."""
     monkeypatch.setattr(comet_layer, "why_not_hopper", lambda: "no GPU")
+    monkeypatch.setattr(comet_layer, "RESULTS", tmp_path)
     finding = find(f"comet-figure-{number}", Options())
     assert len(finding.table) == 1 + cases
     assert {cell for row in finding.table[1:] for cell in row[2:]} == {""}
     assert finding.rows == []
-    assert "nothing of it was measured" in finding.verdict[-1]
+    assert "Nothing of it was measured" in finding.verdict[-1]
 
 
-def test_comets_layers_over_ways_to_divide_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = [{"over NCCL": 3000.0, "serial": 2000.0, "fused": 1000.0}] * 2
+def test_comets_layers_over_ways_to_divide_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"over NCCL": 3000.0, "serial": 2000.0, "fused": 1000.0}
+
+    def measure(cases: list[comet_layer.Case], world: int, rounds: int) -> list[dict[str, Any]]:
+        return [
+            {"op": "forward", "impl": way, "case": comet_layer.describe(case, world), "median_us": us}
+            for case in cases
+            for way, us in times.items()
+        ]
+
     monkeypatch.setattr(comet_layer, "why_not_hopper", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(comet_layer, "measure", lambda cases, world, rounds: times[: len(cases)])
+    monkeypatch.setattr(comet_layer, "measure", measure)
     finding = find("comet-figure-12", Options())
     assert [row[:2] for row in finding.table[1:]] == [("EP 2 x TP 1", "8192"), ("EP 1 x TP 2", "8192")]
     assert finding.table[1][2:] == ("3.00", "2.00", "1.00", "3.00", "2.00")
     assert len(finding.rows) == 6
     assert "3.00 to 3.00 times as fast" in finding.verdict[-1]
+
+    write_results(tmp_path / "comet-figure-12.json", finding.question, RUN, finding.rows)
+    monkeypatch.setattr(comet_layer, "why_not_hopper", lambda: "no GPU")
+    monkeypatch.setattr(comet_layer, "RESULTS", tmp_path)
+    elsewhere = find("comet-figure-12", Options())
+    assert (elsewhere.table, elsewhere.verdict) == (finding.table, finding.verdict)
+    assert elsewhere.rows == []
+    assert "not this machine, but benchmarks/results/comet-figure-12.json (4 x H200" in elsewhere.differs[0]
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("hybrid-ep-bandwidth", "bf16"), ("hybrid-ep-fp8", "fp8")])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ from imbrex.kernels import why_not_hopper
 from imbrex.overlap import Fused
 from imbrex.placement import contiguous
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Finding, Options
+from imbrex.reproduce.frame import RESULTS, Finding, Options, read_committed, spread_of
 
 BLOCKS = tuple(range(4, 57, 4))
 PAPER = {(8, 4096): "18", (8, 16384): "26", (4, 16384): "46"}
@@ -33,9 +32,11 @@ KINDS = {"rows": "forward", "sums": "forward+backward"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sweep:
-    """Where the ranks are divided, M, and the microseconds by kind and number of blocks; -1: as it is when
-    nothing is fixed."""
+    """A model, ranks and how many share an expert, M, and the median microseconds by kind and number of
+    blocks; -1: as it is when nothing is fixed."""
 
+    model: str
+    world: int
     tensor: int
     tokens: int
     times: dict[str, dict[int, float]]
@@ -47,12 +48,13 @@ class Sweep:
 
 def find(options: Options) -> Finding:
     """Measure the figure, with blanks where there are fewer GPUs than a way to divide them wants."""
-    world = torch.cuda.device_count() if why_not_hopper() is None else 0
+    here = torch.cuda.device_count() if why_not_hopper() is None else 0
     models = (MODEL, "qwen2-moe") if options.full else (MODEL,)
-    sweeps = {model: measure(model, world, options.rounds or 10) for model in models} if world > 1 else {}
-    rows = [
-        row for model, of_model in sweeps.items() for sweep in of_model for row in _rows(model, world, sweep)
-    ]
+    rows = [row for model in models for row in measure(model, here, options.rounds or 20)] if here > 1 else []
+    results, source = ((), "") if rows else read_committed(RESULTS / "comet-figure-8.json")
+    sweeps = sweeps_of(rows or results)
+    where = f"{here} GPUs of this machine" if rows else f"not this machine, but {source}"
+    where = where if sweeps else "blank, no pair of Hopper GPUs is here"
     return Finding(
         title="Comet, figure 8: time over the blocks that communicate",
         question="How many blocks of a fused kernel should communicate, for which way to divide the ranks?",
@@ -66,10 +68,9 @@ def find(options: Options) -> Finding:
             "best for sums",
             "over free",
         ),
-        table=(*_paper(), *(_line(model, world, each) for model, of in sweeps.items() for each in of)),
+        table=(*_paper(), *map(_line, sweeps)),
         differs=(
-            f"Here are {world} GPUs that run our kernels; the paper has 8 H800, and its ways to divide 8 are "
-            "blank.",
+            f"Ours: {where}; the paper has 8 H800, and its ways to divide 8 are blank.",
             "The paper times layer 1 alone, whose blocks communicate or multiply for the whole launch. Ours: "
             "the first n blocks bring rows beside gate and up, with warps that have nothing else to do, in a "
             "forward; and the first n begin with sums of dx beside the weights' gradients, in a forward and "
@@ -83,36 +84,51 @@ def find(options: Options) -> Finding:
     )
 
 
-def measure(model: str, world: int, rounds: int) -> list[Sweep]:
-    """Every way to divide the GPUs of this machine, at 4096 and 16384 tokens."""
+def measure(model: str, world: int, rounds: int) -> list[dict[str, Any]]:
+    """Rows of every way to divide the GPUs of this machine, at 4096 and 16384 tokens."""
     ways = [tensor for tensor in (1, 2, 4, 8) if world % tensor == 0 and tensor <= world]
     return run_ranks(_sweep, world, model, ways, rounds)
 
 
-def _sweep(rank: int, world: int, model: str, ways: Sequence[int], rounds: int) -> list[Sweep]:
-    shape, sweeps = MODELS[model], []
+def _sweep(rank: int, world: int, model: str, ways: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    shape, rows = MODELS[model], []
     for tensor in ways:
         placement = contiguous(shape.num_experts, world // tensor)
         sizes = placement, shape.hidden_size, shape.top_k
         exchange = Exchange(*sizes, group=dist.group.WORLD, transport="nvlink", tensor_parallel=tensor)
         experts = draw_experts(shape, placement.local(rank // tensor), Shard(rank=rank % tensor, size=tensor))
         for tokens in (4096, 16384):
-            calls = _calls(exchange, experts, shape, tokens // world, rank)
-            times = {
-                kind: time_in_turns(calls[kind], PAUSE_CYCLES[op], repeats=rounds)
-                for kind, op in KINDS.items()
-            }
-            medians = {
-                kind: {int(n): statistics.median(times) for n, times in of.items()}
-                for kind, of in times.items()
-            }
-            sweeps.append(Sweep(tensor=tensor, tokens=tokens, times=medians))
+            case = {"model": model, "M": tokens, "W": world, "TP": tensor}
+            for kind, calls in _calls(exchange, experts, shape, tokens // world, rank).items():
+                times = time_in_turns(calls, PAUSE_CYCLES[KINDS[kind]], repeats=rounds)
+                rows += [
+                    {"op": KINDS[kind], "impl": impl_of(kind, int(n)), "case": case, **spread_of(of)}
+                    for n, of in times.items()
+                ]
         torch.cuda.synchronize()
         exchange.transport.close()  # type: ignore[attr-defined]
         exchange.close()
         del experts
         torch.cuda.empty_cache()
-    return sweeps
+    return rows
+
+
+def impl_of(kind: str, blocks: int) -> str:
+    """The name of a row."""
+    return f"{blocks} blocks for {kind}" if blocks > 0 else f"free {kind}"
+
+
+def sweeps_of(rows: Sequence[Mapping[str, Any]]) -> list[Sweep]:
+    """The sweeps whose rows these are."""
+    sweeps: dict[str, Sweep] = {}
+    names = {impl_of(kind, n): (kind, n) for kind in KINDS for n in (-1, *BLOCKS)}
+    for row in rows:
+        case = row["case"]
+        sizes = {"model": case["model"], "world": case["W"], "tensor": case["TP"], "tokens": case["M"]}
+        sweep = sweeps.setdefault(str(case), Sweep(**sizes, times={kind: {} for kind in KINDS}))
+        kind, blocks = names[row["impl"]]
+        sweep.times[kind][blocks] = row["median_us"]
+    return list(sweeps.values())
 
 
 def draw_experts(
@@ -159,39 +175,20 @@ def _paper() -> list[tuple[str, ...]]:
     ]
 
 
-def _line(model: str, world: int, sweep: Sweep) -> tuple[str, ...]:
-    cells = [model, f"{world // sweep.tensor} x {sweep.tensor}", str(sweep.tokens), ""]
+def _line(sweep: Sweep) -> tuple[str, ...]:
+    cells = [sweep.model, f"{sweep.world // sweep.tensor} x {sweep.tensor}", str(sweep.tokens), ""]
     for kind, times in sweep.times.items():
         best = sweep.best(kind)
         cells += [str(best), f"{times[best] / times[-1]:.3f}"]
     return tuple(cells)
 
 
-def _rows(model: str, world: int, sweep: Sweep) -> list[dict[str, Any]]:
-    case = {"model": model, "M": sweep.tokens, "W": world, "TP": sweep.tensor}
-    return [
-        {
-            "op": KINDS[kind],
-            "impl": "free" if blocks < 0 else f"{blocks} blocks for {kind}",
-            "case": case,
-            "median_us": round(us, 1),
-        }
-        for kind, times in sweep.times.items()
-        for blocks, us in times.items()
-    ]
-
-
-def _verdict(sweeps: dict[str, list[Sweep]]) -> tuple[str, ...]:
+def _verdict(sweeps: Sequence[Sweep]) -> tuple[str, ...]:
     claim = "Comet's best number moves from 18 to 26 and 46 with M and TP: it has a kernel for each."
     if not sweeps:
-        return (claim, "No pair of Hopper GPUs is here, so nothing of it was measured.")
+        return (claim, "Nothing of it was measured.")
     spans = [
-        [
-            sweep.times[kind][sweep.best(kind)] / sweep.times[kind][-1]
-            for of in sweeps.values()
-            for sweep in of
-        ]
-        for kind in KINDS
+        [sweep.times[kind][sweep.best(kind)] / sweep.times[kind][-1] for sweep in sweeps] for kind in KINDS
     ]
     rows, sums = (f"{min(span):.3f} to {max(span):.3f}" for span in spans)
     return (
@@ -201,13 +198,12 @@ def _verdict(sweeps: dict[str, list[Sweep]]) -> tuple[str, ...]:
     )
 
 
-def _chart(sweeps: dict[str, list[Sweep]]) -> str:
+def _chart(sweeps: Sequence[Sweep]) -> str:
     curves = {
-        f"{model} TP {sweep.tensor}, M {sweep.tokens}": [
+        f"{sweep.model} TP {sweep.tensor}, M {sweep.tokens}": [
             (float(n), us) for n, us in sweep.times["rows"].items() if n > 0
         ]
-        for model, of_model in sweeps.items()
-        for sweep in of_model
+        for sweep in sweeps
     }
     if not curves:
         return chart.bars(

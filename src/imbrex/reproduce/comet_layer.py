@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,15 +22,15 @@ from imbrex.overlap import Fused, Serial
 from imbrex.placement import contiguous
 from imbrex.reproduce import chart
 from imbrex.reproduce.comet_figure_8 import draw_experts
-from imbrex.reproduce.frame import Finding, Options
+from imbrex.reproduce.frame import RESULTS, Finding, Options, read_committed, spread_of
 
 MIXTRAL = MODELS["mixtral"]
 WAYS = NCCL, SERIAL, FUSED = "over NCCL", "serial", "fused"
 DEVIATIONS = ("uniform", "std:0.01", "std:0.02", "std:0.032", "std:0.04", "std:0.05")
 OURS = (
-    "Ours: forwards on the Hopper GPUs of one machine (here {world}) with Mixtral's widths, all ways in "
-    "turns. Over NCCL is our own all-to-all with torch's grouped products, which stands for the paper's "
-    "rivals; none of their code runs. Serial and fused are our kernels over NVLink."
+    "Ours: {source}; forwards with Mixtral's widths, all ways in turns. Over NCCL is our own all-to-all with "
+    "torch's grouped products, which stands for the paper's rivals; none of their code runs. Serial and "
+    "fused are our kernels over NVLink."
 )
 
 
@@ -48,7 +47,8 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """A figure's question, cases and text (paper, and gain where it has one), and what it lacks here."""
+    """A figure's question and text (paper, and gain where it has one), what it lacks here, and its cases on
+    so many GPUs."""
 
     number: int
     about: str
@@ -56,14 +56,16 @@ class Figure:
     paper: str
     gain: str
     blank: str
-    cases: Sequence[Case]
+    cases: Callable[[int], Sequence[Case]]
 
 
 def parallelism(options: Options) -> Finding:
     """Figure 12."""
-    world = count_gpus()
-    whole = world or 8
-    ways = [tensor for tensor in (1, 2, 4, 8) if whole % tensor == 0]
+
+    def cases(world: int) -> list[Case]:
+        ways = [tensor for tensor in (1, 2, 4, 8) if world % tensor == 0]
+        return [Case(name=f"EP {world // tp} x TP {tp}", tokens=8192, tensor=tp) for tp in ways]
+
     figure = Figure(
         number=12,
         about="ways to divide the ranks",
@@ -71,14 +73,16 @@ def parallelism(options: Options) -> Finding:
         paper="the rivals take longer with more TP and Comet does not; its text has no number",
         gain="",
         blank="The paper divides 8 GPUs; EP x TP of 8 is blank on fewer.",
-        cases=[Case(name=f"EP {whole // tp} x TP {tp}", tokens=8192, tensor=tp) for tp in ways],
+        cases=cases,
     )
-    return find(options, figure, world)
+    return find(options, figure)
 
 
 def structures(options: Options) -> Finding:
     """Figure 13."""
     sizes = ((8, 2), (8, 4), (16, 2), (16, 4), (32, 4))
+    shapes = [replace(MIXTRAL, num_experts=experts, top_k=top_k) for experts, top_k in sizes]
+    cases = [Case(name=f"E {s.num_experts}, top-{s.top_k}", tokens=16384, shape=s) for s in shapes]
     figure = Figure(
         number=13,
         about="experts and choices",
@@ -86,12 +90,9 @@ def structures(options: Options) -> Finding:
         paper="Comet is 1.16 to 1.83 times as fast as its rivals",
         gain="1.16 to 1.83",
         blank="The paper has EP 8, which is blank on fewer GPUs.",
-        cases=[
-            Case(name=f"E {e}, top-{k}", tokens=16384, shape=replace(MIXTRAL, num_experts=e, top_k=k))
-            for e, k in sizes
-        ],
+        cases=lambda world: cases,
     )
-    return find(options, figure, count_gpus())
+    return find(options, figure)
 
 
 def skewed(options: Options) -> Finding:
@@ -104,9 +105,9 @@ def skewed(options: Options) -> Finding:
         gain="1.19 to 1.46 (L20)",
         blank="The right half, on L20s with 25 GB/s between them, is blank: no such machine. So is EP 8 on "
         "fewer GPUs.",
-        cases=[Case(name=skew, tokens=8192, skew=skew) for skew in DEVIATIONS],
+        cases=lambda world: [Case(name=skew, tokens=8192, skew=skew) for skew in DEVIATIONS],
     )
-    return find(options, figure, count_gpus())
+    return find(options, figure)
 
 
 def count_gpus() -> int:
@@ -115,39 +116,52 @@ def count_gpus() -> int:
     return world if world > 1 else 0
 
 
-def find(options: Options, figure: Figure, world: int) -> Finding:
-    """Measure a figure of layers, with blanks where there are no two GPUs."""
-    times = measure(figure.cases, world, options.rounds or 20) if world else []
-    pairs = list(zip(figure.cases, times, strict=False))
-    gains = [of[NCCL] / of[FUSED] for of in times]
-    lines = [
-        (
-            *(case.name, str(case.tokens)),
-            *(f"{of[way] / 1e3:.2f}" for way in WAYS),
-            *(f"{of[NCCL] / of[FUSED]:.2f}", f"{of[SERIAL] / of[FUSED]:.2f}"),
-        )
-        for case, of in pairs
-    ] or [(case.name, str(case.tokens), "", "", "", "", "") for case in figure.cases]
-    blank = "No pair of Hopper GPUs is here, so nothing of it was measured; comet-figures-10-14 simulates it."
+def find(options: Options, figure: Figure) -> Finding:
+    """Measure a figure of layers or, where there are no two GPUs, take what is committed of it."""
+    name = f"comet-figure-{figure.number}"
+    world = count_gpus()
+    rows = measure(figure.cases(world), world, options.rounds or 20) if world else []
+    results, source = ((), "") if rows else read_committed(RESULTS / f"{name}.json")
+    world = world or max((row["case"]["W"] for row in results), default=0)
+    times = times_of(figure.cases(world or 8), world, rows or results)
+    gains = [of[NCCL] / of[FUSED] for of in times.values() if of]
+    where = f"{world} Hopper GPUs of this machine" if rows else f"not this machine, but {source}"
+    ours = OURS.format(source=where if gains else "blank, no pair of Hopper GPUs is here")
     span = f"Fused is {min(gains, default=0):.2f} to {max(gains, default=0):.2f} times as fast as over NCCL."
+    blank = "Nothing of it was measured; comet-figures-10-14 simulates it."
     return Finding(
         title=f"Comet, figure {figure.number}: one layer over {figure.about}",
         question=figure.question,
         head=("case", "M", *(f"{way}, ms" for way in WAYS), f"{NCCL} / {FUSED}", f"{SERIAL} / {FUSED}"),
-        table=(("Comet, 8 H800", "", "", "", "", figure.gain, ""), *lines),
-        differs=(OURS.format(world=world), figure.blank),
+        table=(
+            ("Comet, 8 H800", "", "", "", "", figure.gain, ""),
+            *(_line(case, of) for case, of in times.items()),
+        ),
+        differs=(ours, figure.blank),
         verdict=(f"The paper: {figure.paper}.", span if gains else blank),
-        rows=[
-            {"op": "forward", "impl": way, "case": describe(case, world), "median_us": round(us, 1)}
-            for case, of in pairs
-            for way, us in of.items()
-        ],
+        rows=rows,
         chart=chart.bars(
-            {case.name: {} for case in figure.cases}
-            | {case.name: {way: us / 1e3 for way, us in of.items()} for case, of in pairs},
-            "ms",
+            {case.name: {way: us / 1e3 for way, us in of.items()} for case, of in times.items()}, "ms"
         ),
     )
+
+
+def times_of(
+    cases: Sequence[Case], world: int, rows: Sequence[Mapping[str, Any]]
+) -> dict[Case, dict[str, float]]:
+    """Median microseconds by way, of every case; none of one that no row is of."""
+    return {
+        case: {row["impl"]: row["median_us"] for row in rows if row["case"] == describe(case, world)}
+        for case in cases
+    }
+
+
+def _line(case: Case, of: Mapping[str, float]) -> tuple[str, ...]:
+    if not of:
+        return case.name, str(case.tokens), "", "", "", "", ""
+    times = (f"{of[way] / 1e3:.2f}" for way in WAYS)
+    over = (f"{of[way] / of[FUSED]:.2f}" for way in (NCCL, SERIAL))
+    return case.name, str(case.tokens), *times, *over
 
 
 def describe(case: Case, world: int) -> dict[str, Any]:
@@ -157,16 +171,20 @@ def describe(case: Case, world: int) -> dict[str, Any]:
     return {**layer, "M": case.tokens, "W": world, "TP": case.tensor, "skew": case.skew}
 
 
-def measure(cases: Sequence[Case], world: int, rounds: int) -> list[dict[str, float]]:
-    """Median microseconds of a forward by way, of every case."""
+def measure(cases: Sequence[Case], world: int, rounds: int) -> list[dict[str, Any]]:
+    """Rows of a forward of every case, by way."""
     return run_ranks(_measure, world, cases, rounds)
 
 
-def _measure(rank: int, world: int, cases: Sequence[Case], rounds: int) -> list[dict[str, float]]:
-    return [_time(rank, world, case, rounds) for case in cases]
+def _measure(rank: int, world: int, cases: Sequence[Case], rounds: int) -> list[dict[str, Any]]:
+    return [
+        {"op": "forward", "impl": way, "case": describe(case, world), **spread_of(times)}
+        for case in cases
+        for way, times in _time(rank, world, case, rounds).items()
+    ]
 
 
-def _time(rank: int, world: int, case: Case, rounds: int) -> dict[str, float]:
+def _time(rank: int, world: int, case: Case, rounds: int) -> dict[str, list[float]]:
     shape, tensor = case.shape, case.tensor
     placement = contiguous(shape.num_experts, world // tensor)
     shard = Shard(rank=rank % tensor, size=tensor)
@@ -196,7 +214,7 @@ def _time(rank: int, world: int, case: Case, rounds: int) -> dict[str, float]:
     nvlink.close()
     del calls, ours, torchs
     torch.cuda.empty_cache()
-    return {way: statistics.median(of) for way, of in times.items()}
+    return times
 
 
 __all__ = ["measure", "parallelism", "skewed", "structures"]

@@ -5,17 +5,13 @@ Nothing is timed here: benchmarks/models.py and benchmarks/fused.py have timed i
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Finding, Options
+from imbrex.reproduce.frame import RESULTS, Finding, Options, read_committed
 
-RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
-"""A folder of the repository; an installed package has none."""
 REDUCED = {"Megatron-Cutlass": 34.1, "Megatron-TE": 42.6, "FasterMoE": 44.4, "Tutel": 31.8}
 """The share of a model's latency that Comet saves, in the mean, by rival, per cent: figure 9's text."""
 MODELS = {
@@ -60,7 +56,7 @@ def table_of(rows: Iterable[Mapping[str, Any]], op: str, tokens: str) -> dict[Ce
 
 def end_to_end(options: Options) -> Finding:
     """Figure 9, whole models."""
-    rows, source = _read("models.json")
+    rows, source = read_committed(RESULTS / "models.json")
     cells = whole_models(rows)
     saved = {rival: _saved(cells, rival) for rival in RIVALS}
     lines = [
@@ -182,23 +178,10 @@ def layers(options: Options) -> Finding:
 
 
 def _layers() -> tuple[dict[Cell, dict[str, float]], str]:
-    rows, source = _read("fused.json")
+    rows, source = read_committed(RESULTS / "fused.json")
     every = {ALONE, SERIAL, FUSED, FLOOR, *RIVALS_OVER_NCCL}
     cells = {c: of for c, of in table_of(rows, "forward", "M").items() if every <= of.keys()}
     return {c: of | {NCCL: min(of[name] for name in RIVALS_OVER_NCCL)} for c, of in cells.items()}, source
-
-
-def _read(name: str) -> tuple[Sequence[Mapping[str, Any]], str]:
-    """The rows of a committed file, and where they are from; none without a checkout."""
-    path = RESULTS / name
-    if not path.exists():
-        return (), ""
-    content = json.loads(path.read_text())
-    runs = {
-        f"{run['hardware']['count']} x {run['hardware']['gpu']}, revision {run['commit']}, {run['date']}"
-        for run in content["runs"]
-    }
-    return content["rows"], f"benchmarks/results/{name} ({'; '.join(sorted(runs))})"
 
 
 def _origin(source: str) -> str:

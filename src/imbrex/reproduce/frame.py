@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+"""The committed results, a folder of the repository; an installed package has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,3 +83,21 @@ def timed_rows(
         }
         for name, times in timed.items()
     ]
+
+
+def spread_of(times: Sequence[float]) -> dict[str, Any]:
+    """The median and both ends of a row's microseconds, and how many there are."""
+    ends = {"median_us": statistics.median(times), "min_us": min(times), "max_us": max(times)}
+    return {**{name: round(us, 1) for name, us in ends.items()}, "n": len(times)}
+
+
+def read_committed(path: Path) -> tuple[Sequence[Mapping[str, Any]], str]:
+    """The rows of a committed result file, and where they are from; none without a checkout."""
+    if not path.exists():
+        return (), ""
+    content = json.loads(path.read_text())
+    runs = {
+        f"{run['hardware']['count']} x {run['hardware']['gpu']}, revision {run['commit']}, {run['date']}"
+        for run in content["runs"]
+    }
+    return content["rows"], f"benchmarks/results/{path.name} ({'; '.join(sorted(runs))})"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +17,9 @@ from imbrex.bench.exchange.parts import SWEEP, sweep
 from imbrex.bench.exchange.rows import Rows
 from imbrex.kernels import why_not_hopper
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Finding, Options
+from imbrex.reproduce.frame import RESULTS, Finding, Options
 
-COMMITTED = Path(__file__).parents[3] / "benchmarks" / "results" / "exchange.json"
+COMMITTED = RESULTS / "exchange.json"
 """A sweep of two and four H200, in a checkout of the repository; an installed package has none."""
 PAPER = {"8 H100, NVLink": "8", "4 x 8 H100, 400 Gb/s": "about 4", "36 GB200, NVLink": "16"}
 """The multiprocessors that fill the link, as its text says, by where."""
