@@ -41,11 +41,15 @@ struct PlainRows {
         for (int step = 1; step < kLanes; step *= 2)
             amax = ptx::max_u16x2(amax, __shfl_xor_sync(~0u, amax, step));
         const fp8::Divisor d = fp8::divisor_of(amax);
-        const bool plain = __all_sync(~0u, d.plain);
         Quantised found;
         found.scale = d.scale;
+        if (__all_sync(~0u, d.plain)) {
 #pragma unroll
-        for (int i = 0; i < kEights; ++i) found.values[i] = fp8::eight_values(v[i], d, plain);
+            for (int i = 0; i < kEights; ++i) found.values[i] = fp8::eight_values<true>(v[i], d);
+        } else {
+#pragma unroll
+            for (int i = 0; i < kEights; ++i) found.values[i] = fp8::eight_values<false>(v[i], d);
+        }
         return found;
     }
 };
