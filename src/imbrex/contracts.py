@@ -292,15 +292,16 @@ class Dispatcher(Protocol):
     A strategy asks it for the four crossings, moves them, and reads them: `serial` one of each, a schedule in
     chunks one of each for every chunk. All ranks ask for them in the same order.
 
-    key: the number by which operators and handles name it. family: this dispatcher and the one, if any, that
-    takes the calls it cannot serve. roles: blocks of its fused kernels, as tuned. promise: set before a
-    dispatch, if this rank will combine rows that fit it; promised: whether all ranks did, in the last one.
-    room_for_all: `rows_RD` has a row for every choice, dropped ones included.
+    key: the number by which operators and handles name it. family: it, and who takes the calls it cannot
+    serve. roles: blocks of its fused kernels, as tuned. promise, uncompiled: set before a dispatch, if this
+    rank will combine rows that fit it, or goes on as no compiled layer does, which ranks compare.
+    promised: whether all ranks did. room_for_all: `rows_RD` has a row for every choice, dropped ones too.
     """
 
     key: int
     roles: Roles
     promise: bool
+    uncompiled: bool
     promised: bool
     room_for_all: bool
     observer: Listener

@@ -120,6 +120,22 @@ DOORS = [
         ("ranks/test_compile.py::test_a_compiled_rank_beside_an_eager_one",),
     ),
     Fault(
+        "compiled-sums-for-nobody",
+        "router/router.py",
+        "a graph leaves out a sum of losses that nobody reads, in which others wait",
+        "        if losses and torch.compiler.is_compiling():\n",
+        "        if False:\n",
+        ("ranks/test_compile.py::test_a_sum_of_losses_that_nobody_reads_is_no_dead_code",),
+    ),
+    Fault(
+        "chunks-as-compiled",
+        "exchange/bytes.py",
+        "one chunk meets a compiled rank, which meets once more before its combine",
+        "-1 if self.uncompiled and num_parts == 1 else num_parts",
+        "num_parts",
+        ("ranks/test_compile.py::test_one_chunk_that_a_graph_does_not_know",),
+    ),
+    Fault(
         "an-end-unsaid",
         "runtime/waits.py",
         "a program that ends with fewer batches than others says nothing to them",

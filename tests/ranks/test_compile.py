@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
+from torch import Tensor
 
 import imbrex
+import imbrex.overlap
 from tests.poison import real_empty
 from tests.ranks.layer_jobs import Case, coefficients, make_layer, tokens_of
 from tests.ranks.pool import Pool, Ranks
@@ -67,17 +71,23 @@ def test_one_graph_with_replicas_and_a_codec(pool: Pool) -> None:
         assert max(worst.values()) < 1e-5, worst
 
 
-def run_beside_eager(ranks: Ranks, case: Case) -> list[float]:
+def twice(layer: imbrex.MoELayer) -> Callable[[Tensor], Tensor]:
+    """Two calls of a layer, of which the first one's losses are read by nobody."""
+    return lambda x: layer(x) + layer(2 * x)
+
+
+def run_beside_eager(ranks: Ranks, case: Case, calls: int = 1) -> list[float]:
     """Largest differences from eager ranks: of all ranks compiled, then of the last one alone."""
     torch._dynamo.reset()
     layer = make_layer(case, ranks.group)
-    compiled, last = torch.compile(layer, backend="aot_eager"), ranks.rank == ranks.world_size - 1
+    run = layer if calls == 1 else twice(layer)
+    compiled, last = torch.compile(run, backend="aot_eager"), ranks.rank == ranks.world_size - 1
     seen = []
     with real_empty():
         for is_compiled in (False, True, last):
             layer.zero_grad()
             x = tokens_of(case, ranks.rank).requires_grad_()
-            y = (compiled if is_compiled else layer)(x)
+            y = (compiled if is_compiled else run)(x)
             ((y * coefficients(y)).sum() + layer.aux_loss()).backward()
             seen.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
     return [max((a - b).abs().max().item() for a, b in zip(seen[0], s, strict=True)) for s in seen[1:]]
@@ -93,4 +103,46 @@ def test_a_compiled_rank_beside_an_eager_one(pool: Pool, meets: bool) -> None:
     losses = imbrex.AuxLosses(load_balance=0.01) if meets else None
     case = Case(config=config, tokens=(5, 3), losses=losses, options={"timeout": 20.0})
     for differences in pool.run(2, run_beside_eager, case):
+        assert differences == [0.0, 0.0]
+
+
+@pytest.mark.untraced
+def test_events_beside_a_compiled_rank(pool: Pool) -> None:
+    """Nobody meets at a call: a graph breaks there, and packets go as those of ranks without one."""
+    shared = imbrex.layer.SharedExperts(intermediate_size=4)
+    config = dataclasses.replace(CONFIG, shared=shared)
+    case = Case(config=config, tokens=(5, 3), options={"schedule": "events", "timeout": 5.0})
+    for differences in pool.run(2, run_beside_eager, case):
+        assert differences == [0.0, 0.0]
+
+
+def run_refused(ranks: Ranks, schedule: Any) -> str:
+    """What the last rank, compiled, and the others are told in their second call."""
+    torch._dynamo.reset()
+    case = Case(config=CONFIG, tokens=(5, 3), options={"schedule": schedule, "timeout": 5.0})
+    layer = make_layer(case, ranks.group)
+    last, x = ranks.rank == ranks.world_size - 1, tokens_of(case, ranks.rank).requires_grad_()
+    layer(x)
+    try:
+        with real_empty():
+            (torch.compile(layer, backend="aot_eager") if last else layer)(x)
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize("schedule", ["megatron", imbrex.overlap.Serial(keep_rows=False)])
+def test_one_chunk_that_a_graph_does_not_know(pool: Pool, schedule: Any) -> None:
+    """Its ranks would meet once less before a combine, or cross once more in a backward."""
+    for said in pool.run(2, run_refused, schedule):
+        assert "ranks disagree about the number of chunks (a compiled layer has 1, as schedule='ser" in said
+        assert ": -1 on rank 0, 1 on rank 1" in said
+
+
+@pytest.mark.untraced
+def test_a_sum_of_losses_that_nobody_reads_is_no_dead_code(pool: Pool) -> None:
+    """A graph reads the losses of a layer's last call alone; an eager rank beside it waits in every sum."""
+    case = Case(config=CONFIG, tokens=(5, 3), losses=imbrex.AuxLosses(z=0.01), options={"timeout": 5.0})
+    for differences in pool.run(2, run_beside_eager, case, 2):
         assert differences == [0.0, 0.0]

@@ -55,6 +55,19 @@ def test_outputs_and_all_gradients(pool: Pool, change: dict[str, Any], options: 
     assert max(errors.values()) < 0.03, errors
 
 
+def run_rows_kept_on_one(ranks: Ranks) -> str:
+    options = {"transport": EmulatedNvlink(ranks.group), "schedule": Serial(keep_rows=ranks.rank == 1)}
+    with pytest.raises(ValueError, match="what is called") as raised:
+        run_layer(ranks, replace(CASE, options=options))
+    return str(raised.value)
+
+
+def test_rows_that_one_rank_alone_dispatches_again(pool: Pool) -> None:
+    """It would wait for them in its backward, as beside a rank that is compiled and keeps its own."""
+    for said in pool.run(2, run_rows_kept_on_one):
+        assert "beside a compiled one by schedule='serial'" in said
+
+
 @pytest.mark.parametrize("codec", [{"dispatch": "fp8", "combine_backward": "fp8"}, "fp8"])
 def test_fp8_on_the_wire(pool: Pool, codec: Any) -> None:
     """Nearly the rows that all-to-all carries: tokens are the same to the bit; of sums, which kernels round

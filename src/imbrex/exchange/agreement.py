@@ -40,7 +40,8 @@ EQUAL = {
     3: "the number of calls so far",
     4: "the placement (its checksum; every rank must relocate between the same two calls)",
     DTYPE: "the dtype of x",
-    CHUNKS: "the number of chunks (0 is a check of the input alone; a compiled layer has 1)",
+    CHUNKS: "the number of chunks (a compiled layer has 1, as schedule='serial'; 0 is a check of the input "
+    "alone, -1 one chunk of another schedule, or of Serial(keep_rows=False))",
     BACKWARDS: "the layers gone back through since the last call (a checksum of their order)",
 }
 """The header's values that must be equal on all ranks, by index, and their names in error messages."""
@@ -188,7 +189,8 @@ def write_header(
 
     problem: from `find_problem`. call: the numbers of the exchange, its layer and the call, and the checksum
         of the placement. replicated: whether the transport wants the same tokens on all ranks. chunks: the
-        number of parts that are planned together; 0 for a check alone. promise: as in `Exchange.dispatch`.
+        number of parts that are planned together; 0 for a check alone, -1 for one that a compiled layer
+        would not go on with in the same way. promise: as in `Exchange.dispatch`.
         backwards: from `Backwards.take`.
     """
     fine = not problem[0]

@@ -141,8 +141,9 @@ class BytesDispatcher(WiredDispatcher):
 
     def _header(self, problem: tuple[int, ...], x_TD: Tensor, ids_TK: Tensor, num_parts: int) -> Tensor:
         call, promise = (self.number, self.layer, next(self.calls), self.where), self.promise
-        self.promise = False
-        chunks, backwards = (num_parts, promise), self.backwards.take()
+        chunks = -1 if self.uncompiled and num_parts == 1 else num_parts
+        self.promise = self.uncompiled = False
+        chunks, backwards = (chunks, promise), self.backwards.take()
         return write_header(problem, x_TD, ids_TK, call, self.transport.replicated, *chunks, backwards)
 
     @property

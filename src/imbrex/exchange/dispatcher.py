@@ -23,7 +23,7 @@ class DispatcherBase:
     geometry: Geometry
     dtypes: Sequence[torch.dtype] = DTYPES
     roles = Roles()
-    promise = promised = room_for_all = False
+    promise = promised = uncompiled = room_for_all = False
     place: torch.device | None = None
     """The device on which tokens must be; a rank alone takes them anywhere."""
 

@@ -181,11 +181,12 @@ class NvlinkDispatcher(WiredDispatcher):
         problem = self._why_not_input(x_TD, routing)
         self.calls += 1
         # Of whole numbers a tuple's hash is the same in every process.
-        note = hash((self.calls, self.number, self.layer, self.where, self.fuses)) % NOTES
+        kind = self.fuses << 1 | self.uncompiled
+        note = hash((self.calls, self.number, self.layer, self.where, kind)) % NOTES
         # The largest value has the `requires_grad` bit of the rank with the most tokens.
         flags = x_TD.requires_grad << 2 | (form is RowForm.FP8) << 1 | self.promise
         value = x_TD.shape[0] << 3 | flags
-        self.promise = False
+        self.promise = self.uncompiled = False
         values_W, wrong = self.transport.agree_on_call(value, fine=problem is None, note=note)
         if problem:
             raise ValueError(f"dispatch: on rank {self.geometry.rank}, {problem}")
@@ -196,7 +197,7 @@ class NvlinkDispatcher(WiredDispatcher):
                 f"dispatch: ranks disagree about what is called: here call {self.calls} of exchange "
                 f"{self.number} (numbered as they were made), layer {self.layer}, placement "
                 f"{self.where:08x}; every rank must call the same layers in the same order, with the same "
-                "placement"
+                "placement; beside a compiled one by schedule='serial'"
             )
         largest, common = max(values_W), value
         for other in values_W:

@@ -86,6 +86,7 @@ class Forward:
         parts = [
             (x_TD[b], Routing(ids_TK=routing.ids_TK[b], weights_TK=routing.weights_TK[b])) for b in bounds
         ]
+        self.dispatcher.uncompiled = not self.fused
         plans = self.dispatcher.agree(parts, self.form)
         self.chunks = [Chunk(tokens=b, plan=plan) for b, plan in zip(bounds, plans, strict=True)]
 

@@ -19,7 +19,7 @@ class Serial:
     """Runs one step after the other: dispatch, experts, the addend (shared experts), combine.
 
     keep_rows: whether the rows that the experts received are kept for their backward. If not, the backward
-        dispatches them again. A compiled graph always keeps them.
+        dispatches them again. A compiled graph always keeps them, so all ranks are compiled or none is.
     """
 
     name = "serial"
@@ -46,8 +46,10 @@ class Serial:
             if y_TD is not None:
                 return Output(y_TD=y_TD)
         promise = not compiling and addend is None and surely_fit(experts)
-        dispatched = exchange.dispatch(x_TD, routing, forms=experts.forms, promise=promise)
         keep = self.keep_rows or compiling
+        if not keep:
+            exchange.dispatcher.uncompiled = torch.is_grad_enabled()
+        dispatched = exchange.dispatch(x_TD, routing, forms=experts.forms, promise=promise)
         redispatch = None if keep else exchange.redispatching(x_TD, dispatched)
         observer, layer = exchange.observer, exchange.layer
         with observer.span("experts", layer=layer), redispatch or nullcontext():

@@ -161,6 +161,8 @@ class Router(nn.Module):
                 return choose_by_kernels(logits_TE, bias_E, self.choice, *of, kept_TK)
             scores_TE, ids_TK, weights_TK = self.best(logits_TE)
         losses = self._losses(logits_TE, scores_TE, ids_TK, num_sequences) if self.losses.names else {}
+        if losses and torch.compiler.is_compiling():
+            ids_TK = _behind(next(iter(losses.values())), ids_TK)
         return only(kept_TK, ids_TK), weights_TK * gate.scale, losses
 
     def best(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -224,3 +226,9 @@ class Router(nn.Module):
                 f"Router: kept_TK of shape {tuple(kept_TK.shape)} and {kept_TK.dtype}; pass bool "
                 f"{list(expected)}, as recorded in Routing.kept_TK"
             )
+
+
+def _behind(loss: Tensor, ids_TK: Tensor) -> Tensor:
+    """The ids, computed from a loss as well, for a graph that drops what nobody reads: a sum over ranks that
+    others, who are not compiled, wait in. No number is below minus infinity, which compilers do not know."""
+    return ids_TK + (loss.detach() < -math.inf)

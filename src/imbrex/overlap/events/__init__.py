@@ -25,7 +25,7 @@ from imbrex.overlap.events.ledger import Kind, Ledger
 from imbrex.overlap.events.seat import Patience, Seat, learnt
 from imbrex.overlap.pipelined import parameters_of
 from imbrex.overlap.serial import Serial
-from imbrex.runtime.tracing import differentiated
+from imbrex.runtime.tracing import differentiated, in_trace_too
 
 ARGUMENTS = {"tau", "epsilon", "every"}
 
@@ -96,8 +96,11 @@ class Events:
         experts: Experts,
         addend: Callable[[], Tensor] | None,
     ) -> Output:
-        if torch.compiler.is_compiling() or exchange.world_size == 1:
+        if exchange.world_size == 1:
             return Serial().run(x_TD, routing, exchange, experts, addend)
+        if torch.compiler.is_compiling():
+            _prepare()
+            return _Outside.run(self, x_TD, routing, exchange, experts, addend)
         parameters = tuple(parameters_of(experts))
         keep = differentiated(x_TD, routing.weights_TK, *parameters)
         seat = self._seat(x_TD, routing, exchange)
@@ -143,6 +146,19 @@ class Events:
         error = None if problem is None else ValueError(f"schedule: {problem}")
         settings = {"tau": str(self.tau), "epsilon": self.epsilon, "every": self.every}
         agree(exchange.transport, settings, "schedule: events", error)
+
+
+class _Outside:
+    """A place for `Events.run` as a compiler leaves it out of its graph."""
+
+    run: Any = None
+
+
+@in_trace_too
+def _prepare() -> None:
+    """Make `_Outside.run`. Not before a compiler traces, since that imports the compiler."""
+    reason = "a layer with schedule='events' breaks the graph: schedule='serial' does not"
+    _Outside.run = staticmethod(torch.compiler.disable(Events.run, reason=reason))
 
 
 def _integer(text: str) -> int:
