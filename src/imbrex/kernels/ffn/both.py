@@ -34,7 +34,7 @@ MOST_EXPERTS = 1024
 """Experts of a rank: a block keeps 12 bytes of each in the shared memory that a product leaves."""
 MOST_READ = 4 << 30
 """Bytes of weights up to which one launch is faster."""
-FP8_ONE_LAUNCH = False
+FP8_ONE_LAUNCH = True
 """Whether experts in fp8 take one launch unless told otherwise."""
 FEW_ROWS = 32
 """Rows of an expert, in the mean, up to which weights are all that takes time, and narrow tiles read them."""
