@@ -28,3 +28,27 @@ def decode(gpu: str) -> Table:
         times = [f"{least:.0f}", f"{ours:.0f}", f"{ours / least:.2f}", f"{theirs:.0f}"]
         lines.append([*sizes, *times, f"{theirs / ours:.2f}"])
     return Table(head=HEAD, body=lines, rows=used)
+
+
+SHOWN = (1, 8, 128)
+"""Tokens a rank."""
+WAYS = ("one launch", "two launches", "fp8, one launch", "fp8, three launches")
+
+
+def few_rows_in_fp8() -> Table:
+    """Experts of few rows in bfloat16 and in fp8, in one launch and in several."""
+    rows = list(read("decode_one"))
+    run = last_run(select(rows, impl=WAYS[-1]))[0]["run"]
+    rows = [row for row in rows if row["run"] == run and row["case"]["T"] in SHOWN]
+    cases: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        cases.setdefault(str(row["case"]), {})[row["impl"]] = row
+    body = []
+    for by_way in cases.values():
+        ours = by_way["fp8, one launch"]
+        case = ours["case"]
+        times = [f"{by_way[way]['median_us']:.0f}" for way in WAYS]
+        over = f"{by_way['fp8, three launches']['median_us'] / ours['median_us']:.2f}"
+        body.append([case["model"], case["T"], ours["experts_hit"], f"{ours['read_us']:.0f}", *times, over])
+    head = ("model", "tokens", "experts hit", "weights in fp8", "bf16, one launch", "bf16, two")
+    return Table(head=(*head, "fp8, one launch", "fp8, three", "gain"), body=body, rows=rows)

@@ -44,6 +44,7 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
         "glue": exchange.glue,
     },
     "docs/experts.md": {
+        "few rows in fp8": decode.few_rows_in_fp8,
         "over torch": experts.over_torch,
         "launches and memory": experts.needs,
         "layer in fp8": experts.layer_fp8,

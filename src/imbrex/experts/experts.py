@@ -16,7 +16,6 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from imbrex.contracts import Dispatched, RowForm
 from imbrex.experts import products
 from imbrex.kernels import why_not_hopper, why_not_portable
-from imbrex.kernels.ffn.both import FP8_ONE_LAUNCH
 from imbrex.kernels.ffn.ffn import ffn, give_gradient
 from imbrex.kernels.ffn.fp8 import Fp8Experts, ffn_fp8, quantise_experts, why_not_fp8
 from imbrex.kernels.ffn.fp8_tokens import ffn_in_place_fp8
@@ -232,7 +231,7 @@ class Experts(nn.Module):
         indexed = (RowForm.INDEXED,) if fit else ()
         if self.implementation != "kernels-fp8":
             return *indexed, RowForm.ROWS, *under_way
-        one_launch = FP8_ONE_LAUNCH if self.one_launch is None else self.one_launch
+        one_launch = self.one_launch is not False
         return RowForm.FP8, *((RowForm.ROWS, *indexed) if one_launch else (*indexed, RowForm.ROWS))
 
     @property

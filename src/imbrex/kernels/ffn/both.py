@@ -34,8 +34,6 @@ MOST_EXPERTS = 1024
 """Experts of a rank: a block keeps 12 bytes of each in the shared memory that a product leaves."""
 MOST_READ = 4 << 30
 """Bytes of weights up to which one launch is faster."""
-FP8_ONE_LAUNCH = True
-"""Whether experts in fp8 take one launch unless told otherwise."""
 FEW_ROWS = 32
 """Rows of an expert, in the mean, up to which weights are all that takes time, and narrow tiles read them."""
 
@@ -54,10 +52,9 @@ def why_two(expected: int, experts: int, sizes: tuple[int, int], *, fp8: bool = 
     """Why two launches are faster of `expected` rows, or `None`. sizes: D and F.
 
     One H200, half of the experts and twice the tokens of a rank of two, dispatch and sums included: one
-    launch saves up to 15 us, and never lost, up to so many bytes of weights (docs/LOG.md).
+    launch saves up to 15 us, in fp8 12 to 24, and never lost, up to so many bytes of weights
+    (benchmarks/decode_one.py).
     """
-    if fp8 and not FP8_ONE_LAUNCH:
-        return "one launch in fp8 was not yet measured to be faster"
     width, inner = sizes
     hit = experts * (1 - (1 - 1 / max(1, experts)) ** expected)
     if (3 if fp8 else 6) * width * inner * hit > MOST_READ:
@@ -175,7 +172,6 @@ def _kernel(weighted: bool, fp8: bool, smem: int, device: int) -> tuple[Any, int
 __all__ = [
     "BOTH",
     "ENTRY",
-    "FP8_ONE_LAUNCH",
     "both_variant",
     "ended_before_last",
     "run_both",
