@@ -136,6 +136,14 @@ DOORS = [
         ("ranks/test_compile.py::test_one_chunk_that_a_graph_does_not_know",),
     ),
     Fault(
+        "trainer-goes-on-without-moments",
+        "adapters/huggingface/training.py",
+        "a resumed training begins with a new optimizer",
+        "load(state, model, _own(optimizer))",
+        "load(state, model, None)",
+        ("ranks/test_huggingface_training.py::test_what_trainer_calls_makes_the_step_of_a_plain_model",),
+    ),
+    Fault(
         "an-end-unsaid",
         "runtime/waits.py",
         "a program that ends with fewer batches than others says nothing to them",

@@ -52,19 +52,23 @@ def calls(ranks: Ranks, folder: str):
         gradient_checkpointing=False,
         gradient_checkpointing_kwargs=None,
         load_best_model_at_end=False,
+        world_size=2,
+        process_index=ranks.rank,
     )
-    callback, state, control = ReplacedBlocks(), TrainerState(log_history=[{"grad_norm": 7.0}]), None
+    state, control = TrainerState(log_history=[{"grad_norm": 7.0}]), None
+    callback, saved = ReplacedBlocks(save_optimizer=True), stepper(model)
     callback.on_train_begin(args, state, control, model=model)
     assert args.max_grad_norm == 0
     model(ids, labels=ids).loss.backward()
     callback.on_pre_optimizer_step(args, state, control, model=model)
-    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    for step in saved.values():
+        step.step()
     state.global_step, logs = 1, {"grad_norm": 7.0}
     callback.on_log(args, state, control, logs=logs)
     assert [logs] == state.log_history == [{"grad_norm": pytest.approx(stepped_by_hand(ids, 1)[1][0])}]
     if ranks.rank == 0:
         model.save_pretrained(f"{folder}/checkpoint-1")
-    callback.on_save(args, state, control, model=model)
+    callback.on_save(args, state, control, model=model, **saved)
     callback.on_train_end(args, state, control, model=model)
     assert (args.max_grad_norm, vars(model)["save_pretrained"].__func__) == (0.1, save_pretrained)
     args.save_only_model = False
@@ -77,6 +81,12 @@ def calls(ranks: Ranks, folder: str):
     return far_from_hand(f"{folder}/checkpoint-1", ids, 1)
 
 
+def stepper(model: Any) -> dict[str, Any]:
+    """An optimizer whose rate halves with every step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
+
+
 def read_again(ranks: Ranks, folder: str, args: Any, state: TrainerState) -> None:
     """Where Trainer goes on, or takes the best, which leaves experts out, they are those of the files."""
     args.save_only_model, best = True, f"{folder}/checkpoint-1"
@@ -87,7 +97,12 @@ def read_again(ranks: Ranks, folder: str, args: Any, state: TrainerState) -> Non
         own = whole[[expert for expert in layer.experts.expert_ids if expert >= 0]]
         assert not torch.equal(layer.experts.gate_up_proj, own)
         args.load_best_model_at_end = not gone_on
-        callback.on_train_begin(args, state if gone_on else TrainerState(), None, model=model)
+        kept = stepper(model)
+        callback.on_train_begin(args, state if gone_on else TrainerState(), None, model=model, **kept)
+        if gone_on:
+            assert kept["lr_scheduler"].get_last_lr() == [0.25]
+            momentum = kept["optimizer"].state[layer.experts.gate_up_proj]["momentum_buffer"]
+            assert 0 < float(momentum.abs().max()) < 1
         if not gone_on:
             callback.on_train_end(args, TrainerState(best_model_checkpoint=best), None, model=model)
         assert torch.equal(layer.experts.gate_up_proj, own)
@@ -115,8 +130,8 @@ def far_from_hand(folder: str, ids: torch.Tensor, steps: int) -> float:
     return max(float((read[name] - want[name]).abs().max()) for name in want)
 
 
-def test_what_trainer_calls_makes_the_step_of_a_plain_model(pool, tmp_path):
-    assert max(pool.run(2, calls, str(tmp_path))) < 1e-5
+def test_what_trainer_calls_makes_the_step_of_a_plain_model(pair, tmp_path):
+    assert max(pair.run(2, calls, str(tmp_path))) < 1e-5
 
 
 class Watched(ReplacedBlocks):
@@ -139,8 +154,9 @@ def shard_on_cpus() -> None:
 
     def sharding(state: Any, *arguments: Any, **options: Any) -> None:
         begin(state, *arguments, **options)
-        if options.get("fsdp_plugin") is not None:
-            state.distributed_type, state.fsdp_plugin = kinds.FSDP, options["fsdp_plugin"]
+        plugin = options.get("fsdp_plugin") or vars(state).get("fsdp_plugin")
+        if plugin is not None:
+            state.distributed_type, state.fsdp_plugin = kinds.FSDP, plugin
 
     state_class.__init__ = sharding
 
@@ -174,11 +190,18 @@ def arguments(folder: str, micro: int, sharded: bool) -> TrainingArguments:
     )
 
 
-def train(ranks: Ranks, folder: str, micro: int, sharded: bool):
+def launched(ranks: Ranks, sharded: bool) -> None:
+    """What a launcher tells a rank, and nothing of a training before."""
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
+        del os.environ[name]
     if sharded:
         shard_on_cpus()
     os.environ |= {"RANK": str(ranks.rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(ranks.rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "LOCAL_WORLD_SIZE": "2"}
+
+
+def train(ranks: Ranks, folder: str, micro: int, sharded: bool):
+    launched(ranks, sharded)
     model, ids = model_of("qwen3_moe"), torch.arange(6)
     replace_blocks(model, ranks.group)
     args = arguments(folder, micro, sharded)
@@ -220,6 +243,34 @@ def test_trainer_makes_the_steps_of_a_plain_model(pair, tmp_path, micro, sharded
         assert divided == [2 if micro == 1 else 1] * (2 if sharded else 3)
 
 
+def go_on(ranks: Ranks, folder: str, sharded: bool) -> tuple[dict[str, torch.Tensor], ...]:
+    """The weights that three steps of AdamW make, and those of one step behind a checkpoint of two."""
+    launched(ranks, sharded)
+    args = arguments(folder, 1, sharded)
+    args.max_steps, args.optim, args.lr_scheduler_type, args.learning_rate = 3, "adamw_torch", "linear", 1e-2
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(96).remainder(31).view(16, 6)]
+    ended: list[dict[str, torch.Tensor]] = []
+    for begin in (None, f"{folder}/checkpoint-2"):
+        model = model_of("qwen3_moe")
+        replace_blocks(model, ranks.group)
+        for block in model.model.layers:
+            block.self_attn.attention_dropout = 0.3
+        callback = ReplacedBlocks(save_optimizer=True)
+        trainer = Trainer(model, args, train_dataset=rows, callbacks=[callback])  # pyright: ignore
+        trainer.train(resume_from_checkpoint=begin)
+        ended.append(AutoModelForCausalLM.from_pretrained(f"{folder}/checkpoint-3").state_dict())
+        ranks.group.barrier().wait()
+    return tuple(ended)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="Trainer wants accelerate")
+@pytest.mark.parametrize("sharded", [False, True])
+def test_trainer_goes_on_with_its_optimizer(pair: Pool, tmp_path: Any, sharded: bool) -> None:
+    """To the bit: weights, AdamW's moments, the learning rate, the random numbers of dropout, the data."""
+    for whole, again in pair.run(2, go_on, str(tmp_path), sharded):
+        assert same(whole, again)
+
+
 class Step:
     """What an optimizer is to the callback."""
 
@@ -233,11 +284,12 @@ class Step:
         (1, False, False, "of Trainer's ways to shard, FSDP2 leaves a rank its own experts"),
         (2, True, False, "without cpu_ram_efficient_loading"),
         (2, False, True, "load_best_model_at_end=True: with FSDP2 Trainer reads a file"),
+        (2, False, None, "Trainer goes on from no such shards"),
         (2, False, False, ""),
     ],
 )
 def test_of_the_ways_to_shard_one_leaves_experts_alone(
-    version: int, ram: bool, best: bool, said: str, monkeypatch: pytest.MonkeyPatch
+    version: int, ram: bool, best: bool | None, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = model_of("qwen3_moe"), Step()
     (first, second), state = replace_blocks(model, None), TrainerState()
@@ -246,7 +298,8 @@ def test_of_the_ways_to_shard_one_leaves_experts_alone(
     monkeypatch.setitem(sys.modules, "accelerate.state", states)  # type: ignore[arg-type]
     args = SimpleNamespace(device="cpu", load_best_model_at_end=best, save_strategy="no", max_grad_norm=1.0)
     args.gradient_accumulation_steps, args.parallel_mode, args.gradient_checkpointing = 2, "none", False
-    args.gradient_checkpointing_kwargs, callback = None, ReplacedBlocks()
+    args.gradient_checkpointing_kwargs, callback = None, ReplacedBlocks(save_optimizer=best is None)
+    plugin.state_dict_type = "SHARDED_STATE_DICT"
     if said:
         with pytest.raises(ValueError, match=said):
             callback.on_init_end(args, state, None, model=model)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import random
 import sys
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from transformers import TrainerCallback, TrainerState
 
 import imbrex
@@ -21,6 +24,12 @@ from imbrex.adapters.huggingface.gathering import Team
 from imbrex.adapters.huggingface.replaced import replaced_blocks
 from imbrex.adapters.huggingface.weights import SafetensorsFolder, block_prefix, load_block
 from imbrex.parallel.backward import sync_in_backward
+from imbrex.parallel.checkpoint import latest, load, save
+
+STATE = "imbrex"
+"""The folder in a checkpoint of Trainer's that holds the optimizer's state, and all weights beside it."""
+SHARDED = "pytorch_model_fsdp.bin"
+"""The file of weights that Trainer wants with FSDP2; here it holds none."""
 
 
 class ReplacedBlocks(TrainerCallback):
@@ -31,10 +40,13 @@ class ReplacedBlocks(TrainerCallback):
     Where Trainer goes on from a checkpoint, or takes the best one at its end, it leaves out experts, whose
     names differ in files: every rank then reads its own. The norm that it logs is that of all ranks.
 
-    Wants `save_only_model=True`: Trainer writes the optimizer's state of one rank;
-    `imbrex.parallel.checkpoint` writes all of it."""
+    Wants `save_only_model=True`: Trainer writes the optimizer's state of one rank.
+    save_optimizer: write the state of all ranks beside the model, by `imbrex.parallel.checkpoint`, with that
+        of the learning rate and of the random numbers. Trainer goes on from it to the same steps; without
+        it, it begins with a new optimizer, and with FSDP2 not at all."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, save_optimizer: bool = False) -> None:
+        self.save_optimizer = save_optimizer
         self.max_grad_norm, self.norm = 0.0, math.nan
         self.own_save: Any = None
         self.sync: Any = None
@@ -54,7 +66,13 @@ class ReplacedBlocks(TrainerCallback):
                 "ReplacedBlocks: load_best_model_at_end=True: with FSDP2 Trainer reads a file that "
                 "save_only_model=True leaves out; load the best checkpoint yourself, by from_pretrained"
             )
+        if self.save_optimizer and not str(plugin.state_dict_type).endswith("FULL_STATE_DICT"):
+            raise ValueError(
+                "ReplacedBlocks: save_optimizer=True: Trainer goes on from no such shards; give "
+                "fsdp_config={'version': 2, 'state_dict_type': 'FULL_STATE_DICT'}"
+            )
         plugin.ignored_modules = [layer.experts.to(args.device) for _, layer in replaced_blocks(model)]
+        vars(model)["load_state_dict"] = partial(_load_what_there_is, model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         blocks = replaced_blocks(model)
@@ -63,11 +81,11 @@ class ReplacedBlocks(TrainerCallback):
         if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no" and not args.save_only_model:
             raise ValueError(
                 "ReplacedBlocks: Trainer would write the optimizer's state of one rank's experts only; give "
-                "save_only_model=True or save_strategy='no', and to resume use imbrex.parallel.checkpoint"
+                "save_only_model=True or save_strategy='no'; to resume, ReplacedBlocks(save_optimizer=True)"
             )
         _refuse_uneven([layer for _, layer in blocks], args, state.max_steps, others.get("train_dataloader"))
         if state.global_step > 0:
-            _load_experts(model, _resumed(args, state))
+            _go_on(_resumed(args, state), model, others.get("optimizer"), others.get("lr_scheduler"))
         if _fsdp_plugin() is not None:
             _step_apart(others["optimizer"])
         # Trainer would clip before the gradients are all ranks', by the norm of one rank's experts.
@@ -89,8 +107,16 @@ class ReplacedBlocks(TrainerCallback):
                 # host sync: where Trainer copies its own norm
                 row["grad_norm"] = float(self.norm)
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.own_save(os.path.join(args.output_dir, f"checkpoint-{state.global_step}"))
+    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        self.own_save(folder)
+        if not self.save_optimizer:
+            return
+        optimizer, extra = others["optimizer"], {"lr_scheduler": others["lr_scheduler"].state_dict()}
+        save(folder / STATE, model, _own(optimizer), state.global_step, extra)
+        _save_random_numbers(args, folder)
+        if _fsdp_plugin() is not None and args.process_index == 0:
+            torch.save({}, folder / SHARDED)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if self.sync is not None:
@@ -159,6 +185,38 @@ def _resumed(args: Any, state: Any) -> Path:
         f"ReplacedBlocks: Trainer went on from another checkpoint than {folder}, and has left out its "
         "experts; put it there, or give its folder's parent as output_dir"
     )
+
+
+def _go_on(folder: Path, model: Any, optimizer: Any, lr_scheduler: Any) -> None:
+    """Read what Trainer has left out of a checkpoint."""
+    state = latest(folder / STATE)
+    if state is None:
+        _load_experts(model, folder)
+        return
+    extra = load(state, model, _own(optimizer))
+    lr_scheduler.load_state_dict(extra["lr_scheduler"])
+
+
+def _own(optimizer: Any) -> Any:
+    """The torch optimizer in accelerate's."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _load_what_there_is(model: Any, state_dict: Mapping[str, Any], *arguments: Any, **options: Any) -> Any:
+    """A model's `load_state_dict`, but of the file `SHARDED`, which holds nothing and misses nothing."""
+    if not state_dict:
+        return torch.nn.modules.module._IncompatibleKeys([], [])
+    return type(model).load_state_dict(model, state_dict, *arguments, **options)
+
+
+def _save_random_numbers(args: Any, folder: Path) -> None:
+    """Write the state of this rank's generators where Trainer looks for them."""
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        of_one = _averages_dense(args)
+        states["cuda"] = torch.cuda.get_rng_state() if of_one else torch.cuda.get_rng_state_all()
+    rank = "" if args.world_size <= 1 else f"_{args.process_index}"
+    torch.save(states, folder / f"rng_state{rank}.pth")
 
 
 def _load_experts(model: Any, folder: Path) -> None:
