@@ -8,7 +8,7 @@ row, encodes rows and moves them. The strategy decides when these steps run.
 Read on in this order: `router/router.py` chooses the experts of a token; `overlap/serial.py` runs the steps
 one after the other; `exchange/exchange.py` dispatches and combines, by one of the dispatchers beside it
 (`bytes.py`, `nvlink.py`, `tiered.py`, `alone.py`); `experts/experts.py` computes. The values that pass
-between them, and the protocols, are in `contracts.py`.
+between them, and the protocols, are in `contracts`.
 """
 
 from __future__ import annotations
