@@ -144,6 +144,14 @@ DOORS = [
         ("ranks/test_huggingface_training.py::test_what_trainer_calls_makes_the_step_of_a_plain_model",),
     ),
     Fault(
+        "replaced-or-not-alone",
+        "adapters/huggingface/blocks.py",
+        "a rank whose model has no values leaves the others in the making of the next layer",
+        '    Team([layer], "replace_blocks").agree(problem)\n',
+        "    if problem is not None:\n        raise problem\n",
+        ("ranks/test_huggingface_saving.py::test_what_one_rank_cannot_replace_is_every_ranks_error",),
+    ),
+    Fault(
         "an-end-unsaid",
         "runtime/waits.py",
         "a program that ends with fewer batches than others says nothing to them",

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import imbrex
 from imbrex.adapters.huggingface import PartialStateWarning, replace_blocks, restore_blocks
+from imbrex.adapters.huggingface.gathering import Team
 from imbrex.parallel import checkpoint
 from imbrex.placement import from_slots
 from tests.ranks.pool import PRELOADED, Pool, RankError, Ranks
@@ -85,6 +87,73 @@ def test_a_disk_that_fails_is_every_ranks_error(pool, tmp_path):
     (tmp_path / "file").write_text("")
     told = pool.run(2, save_where_nothing_can_be, str(tmp_path / "file"))
     assert told[1].startswith("save_pretrained: on rank 0: ")
+
+
+def load_whole(ranks: Ranks) -> str:
+    """What `load_state_dict` says of the weights of a plain model."""
+    model = model_of("mixtral")
+    whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    replace_blocks(model, ranks.group)
+    with pytest.raises(RuntimeError, match="weights of all 6 experts") as caught:
+        model.load_state_dict(whole)
+    model.load_state_dict(model.state_dict())
+    return str(caught.value)
+
+
+def test_weights_of_all_experts_are_read_by_another_door(pool: Pool) -> None:
+    for said in pool.run(2, load_whole):
+        assert said.count("of which this rank holds 3: replace_blocks(model, group, weights=...)") == 1
+
+
+def replace_with_one_wrong(ranks: Ranks, wrong: str) -> str:
+    """The last rank's model has no values, or lacks a tensor; then all go on together."""
+    model, weights, last = model_of("mixtral"), None, ranks.rank == ranks.world_size - 1
+    if last and wrong == "meta":
+        model.to("meta")
+    elif wrong == "weights":
+        weights = dict(model.state_dict())
+        if last:
+            del weights["model.layers.1.mlp.experts.down_proj"]
+    with pytest.raises(ValueError, match=r"replace_blocks|load_block") as caught:
+        replace_blocks(model, ranks.group, weights=weights)
+    assert len(replace_blocks(model_of("mixtral"), ranks.group)) == 2
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ("meta", "replace_blocks: the blocks have no values; give weights= and device="),
+        ("weights", "load_block: no model.layers.1.mlp.experts.down_proj among the weights"),
+    ],
+)
+def test_what_one_rank_cannot_replace_is_every_ranks_error(pool: Pool, wrong: str, why: str) -> None:
+    first, second = pool.run(2, replace_with_one_wrong, wrong)
+    assert second.startswith(why)
+    assert first.startswith(f"replace_blocks: on rank 1: {why}")
+
+
+def hear_alone(ranks: Ranks, call: str) -> None:
+    layers = replace_blocks(model_of("mixtral"), ranks.group)
+    team = Team(layers, "a test")
+    os.environ["IMBREX_TIMEOUT_S"] = "0.5"
+    if call == "dead" and ranks.rank == 1:
+        os._exit(0)
+    if ranks.rank == 0:
+        (team.agree if call == "dead" else partial(team.hear, 1))()
+
+
+@pytest.mark.parametrize(
+    ("call", "why"), [("dead", "a rank died or left"), ("silent", r"a rank was silent for 0\.5 s")]
+)
+def test_a_rank_that_does_not_tell_is_lost(call: str, why: str) -> None:
+    """Not for the half hour of torch's own way to gather objects."""
+    pool = Pool(2)
+    try:
+        with pytest.raises(RankError, match=f"rank 0 lost its peers in a test: {why}"):
+            pool.run(2, hear_alone, call)
+    finally:
+        pool.close()
 
 
 def save_alone(ranks: Ranks, folder: str):

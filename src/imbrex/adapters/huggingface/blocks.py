@@ -68,11 +68,9 @@ def replace_blocks(
     layers: list[MoELayer] = []
     for number, path in enumerate(paths):
         block = model.get_submodule(path)
-        source = block if weights is None else weights
-        prefix = "" if weights is None else block_prefix(weights, int(path.split(".")[-2]))
         parent, name = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
         layer = _layer_of(block, config, group, {"layer": number, **options})
-        load_block(layer, source, prefix)
+        _fill(layer, block, weights, int(path.split(".")[-2]))
         use_router(layer, router, settings.model_type)
         layer.origin = Origin(skeleton=skeleton_of(block), router_logits=router_logits)
         setattr(parent, name, layer)
@@ -169,8 +167,6 @@ def _layer_of(
 ) -> ReplacedBlock:
     like = next(block.parameters())
     device = options.pop("device", like.device)
-    if torch.device(device).type == "meta":
-        raise ValueError("replace_blocks: the blocks have no values; give weights= and device=")
     # Made without memory: experts that would be drawn to be overwritten take longer than all the rest.
     layer = ReplacedBlock(config, group, **{"dtype": like.dtype, **options, "device": "meta"})
     layer.to_empty(device=device).train(block.training)
@@ -183,6 +179,22 @@ def _layer_of(
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(trained.get(name, True))
     return layer
+
+
+def _fill(layer: ReplacedBlock, block: nn.Module, weights: Mapping[str, Tensor] | None, number: int) -> None:
+    """`load_block` of a block, or of that of layer `number` among weights. What is wrong on one rank is
+    raised on all, before they make the next layer together."""
+    problem = None
+    try:
+        if layer.gate.weight.is_meta:
+            raise ValueError("replace_blocks: the blocks have no values; give weights= and device=")
+        if weights is None:
+            load_block(layer, block)
+        else:
+            load_block(layer, weights, block_prefix(weights, number))
+    except (OSError, ValueError) as error:
+        problem = error
+    Team([layer], "replace_blocks").agree(problem)
 
 
 @torch.no_grad()

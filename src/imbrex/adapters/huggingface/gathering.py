@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from ast import literal_eval
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,17 +39,17 @@ class Team:
             for group in self.groups:
                 here = torch.zeros(1, dtype=torch.int32, device=wire_device(group))
                 call = partial(dist.all_reduce, here, group=group, async_op=True)
-                waits.run(self.what, call, on_host=not here.is_cuda, group=group)
+                _run(self.what, group, call)
         except RankLostError as error:
             sentence = f"{error}; {self.what} is collective: call it on every rank{self.advice}"
             raise RankLostError(sentence) from error
 
     def agree(self, problem: Exception | None = None) -> None:
-        """Raises on every rank where one has a problem: its own there, one that quotes it elsewhere."""
+        """Raises on every rank where one has a problem: its own there, one that quotes it elsewhere. Waits
+        for as long as one may write."""
         sentence = None if problem is None else (isinstance(problem, OSError), f"{self._here()}: {problem}")
         for group in self.groups:
-            heard: list[tuple[bool, str] | None] = [None] * group.size()
-            dist.all_gather_object(heard, sentence, group=group)
+            heard = self._in_group(sentence, group, partial(_run_slowly, self.what, group))
             sentence = next((other for other in heard if other is not None), None)
         if problem is not None:
             raise problem
@@ -56,16 +57,46 @@ class Team:
             raise (OSError if sentence[0] else ValueError)(f"{self.what}: {sentence[1]}")
 
     def hear(self, value: T) -> dict[int, T]:
-        """`value` of every rank, by its number."""
+        """`value` of every rank, by its number: numbers, texts and tuples of them."""
         heard = {dist.get_rank() if self.groups else 0: value}
         for group in self.groups:
-            parts: list[dict[int, T]] = [{} for _ in range(group.size())]
-            dist.all_gather_object(parts, heard, group=group)
+            parts = self._in_group(heard, group, partial(_run, self.what, group))
             heard = {rank: value for part in parts for rank, value in part.items()}
         return heard
 
+    def _in_group(
+        self, value: T, group: dist.ProcessGroup, run: Callable[[Callable[[], Any]], None]
+    ) -> list[T]:
+        """`value` of every rank of a group. run: waits for a collective, which torch's own way for objects
+        leaves to the half hour of the group."""
+        device = wire_device(group)
+        text = torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8).to(device)
+        sizes_W = torch.empty(group.size(), dtype=torch.int64, device=device)
+        size = torch.tensor([len(text)], dtype=torch.int64, device=device)
+        run(partial(waits.all_gather_single, sizes_W, size, group=group, async_op=True))
+        # host sync: a few, as a model is made or saved
+        sizes = sizes_W.tolist()
+        longest = max(sizes)
+        texts = torch.empty(len(sizes) * longest, dtype=torch.uint8, device=device)
+        padded = torch.nn.functional.pad(text, (0, longest - len(text)))
+        run(partial(waits.all_gather_single, texts, padded, group=group, async_op=True))
+        # host sync: as above
+        rows = texts.cpu().view(len(sizes), longest)
+        return [
+            literal_eval(bytes(row[:size].tolist()).decode()) for row, size in zip(rows, sizes, strict=True)
+        ]
+
     def _here(self) -> str:
         return f"on rank {dist.get_rank()}" if self.groups else "here"
+
+
+def _run(what: str, group: dist.ProcessGroup, call: Callable[[], Any]) -> None:
+    waits.run(what, call, on_host=wire_device(group) == "cpu", group=group)
+
+
+def _run_slowly(what: str, group: dist.ProcessGroup, call: Callable[[], Any]) -> None:
+    work = waits.start(what, call, WRITING_S, group)
+    waits.finish(what, work, WRITING_S, on_host=wire_device(group) == "cpu", group=group)
 
 
 def why_not_gathered(layer: MoELayer) -> str | None:
@@ -142,8 +173,7 @@ def _pass(
         call = partial(dist.irecv, raw, group=group, group_src=source)
     else:
         call = partial(dist.isend, raw, group=group, group_dst=0)
-    work = waits.start("the gathering of experts", call, WRITING_S, group)
-    waits.finish("the gathering of experts", work, WRITING_S, on_host=not raw.is_cuda, group=group)
+    _run_slowly("the gathering of experts", group, call)
     return values
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from imbrex.guards import PartialStateWarning
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Prefixes that torch.compile and activation checkpointing put into names."""
+READ_WHOLE = "replace_blocks(model, group, weights=...), of a model as it was"
+"""The way to read a whole model's weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +38,7 @@ class ReplacedBlock(MoELayer):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.register_state_dict_post_hook(_tell_of_part)
+        self.register_load_state_dict_pre_hook(_tell_of_whole)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "experts" and not isinstance(value, Experts):
@@ -111,6 +114,17 @@ def _configurations(block: nn.Module) -> Iterator[Any]:
     for module in block.modules():
         if (config := vars(module).get("config")) is not None:
             yield config
+
+
+def _tell_of_whole(layer: Any, state: Mapping[str, Tensor], prefix: str, *lists: Any) -> None:
+    """Add to a load's errors, once, who reads weights of all experts, if these are such."""
+    whole, own, errors = state.get(f"{prefix}experts.down_proj"), len(layer.experts.expert_ids), lists[-1]
+    is_whole = whole is not None and own < len(whole) == layer.config.num_experts
+    if is_whole and not any(READ_WHOLE in error for error in errors):
+        errors.append(
+            f"these are weights of all {layer.config.num_experts} experts, of which this rank holds {own}: "
+            f"{READ_WHOLE}, or imbrex.adapters.huggingface.from_pretrained(folder, group) read them"
+        )
 
 
 def _tell_of_part(layer: ReplacedBlock, *_: Any) -> None:
