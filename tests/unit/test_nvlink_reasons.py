@@ -10,7 +10,7 @@ import torch
 
 import imbrex
 from imbrex.codec import make_wire
-from imbrex.contracts import Geometry, Roles
+from imbrex.contracts import Geometry, Roles, RowForm
 from imbrex.exchange.nvlink_fit import kernel_placement, row_capacity_for, why_not_nvlink
 from imbrex.kernels import jit
 from imbrex.kernels.ffn.glue import COUNTERS
@@ -63,6 +63,14 @@ def test_a_rank_alone_is_told_why() -> None:
         ValueError, match=r"'nvlink' does not work here: there is only one rank.*use transport='auto'"
     ):
         imbrex.MoELayer(config, transport="nvlink")
+
+
+def test_a_dispatcher_that_fuses_nothing_says_why() -> None:
+    config = imbrex.MoEConfig(hidden_size=64, intermediate_size=8, num_experts=4, top_k=2)
+    dispatcher = imbrex.MoELayer(config).exchange.dispatcher
+    assert dispatcher.why_not_form(RowForm.UNDER_WAY) is not None
+    with pytest.raises(ValueError, match="no kernel fuses this exchange: nothing here gives rows that are"):
+        dispatcher.fusing()
 
 
 def test_weights_stand_where_their_rows_are() -> None:

@@ -15,7 +15,7 @@ from imbrex.contracts.crossings import (
     Transport,
     Wire,
 )
-from imbrex.contracts.layers import Dispatcher, Experts, Listener, RowExchange, Strategy
+from imbrex.contracts.layers import Dispatcher, Experts, Fusing, Listener, RowExchange, Strategy
 from imbrex.contracts.values import (
     VERSION,
     Dispatched,
@@ -42,6 +42,7 @@ __all__ = [
     "Dispatched",
     "Dispatcher",
     "Experts",
+    "Fusing",
     "Geometry",
     "Handle",
     "Listener",

@@ -97,9 +97,10 @@ class Dispatcher(Protocol):
         leaves early, together with the plan; for callers that time plans and moves apart."""
         ...
 
-    def fusing(self, roles: Roles | None = None, inner: int = 0) -> Dispatcher:
-        """A dispatcher for fused kernels: rows come `UNDER_WAY` if experts ask for that, and dx goes home
-        beside the weights' gradients, unless `why_not_form` forbids it. All ranks or none. inner: F, or 0."""
+    def fusing(self, roles: Roles | None = None, inner: int = 0) -> Fusing:
+        """A dispatcher for fused kernels, where `why_not_form` does not forbid rows `UNDER_WAY`: they come so
+        if experts ask for that, and dx goes home beside the weights' gradients. All ranks or none. inner: F,
+        or 0."""
         ...
 
     def why_not_form(self, form: RowForm) -> str | None:
@@ -161,18 +162,6 @@ class Dispatcher(Protocol):
         """Send row gradients home: gradients of the tokens and of their weights, in `out` if given."""
         ...
 
-    def combine_beside(self, left: Sequence[Any], *args: Any, **kwargs: Any) -> Crossing[Tensor]:
-        """Combine, after or while computing the products that experts left (`Dispatched.leave`)."""
-        ...
-
-    def combine_backward_beside(self, *args: Any, **kwargs: Any) -> Crossing[tuple[Tensor, Any]]:
-        """Gradients of rows that were weighted before, and what brings them; `None` if they are there."""
-        ...
-
-    def dispatch_backward_beside(self, left: Any, *args: Any, **kwargs: Any) -> Crossing[Any]:
-        """Run `dispatch_backward`, perhaps while computing the weight gradients in the `Deferral` `left`."""
-        ...
-
     def redispatch(self, x_TD: Tensor, state: Sequence[Tensor], num_rows: int) -> Tensor:
         """Move the rows of an earlier dispatch once more."""
         ...
@@ -189,6 +178,45 @@ class Dispatcher(Protocol):
 
     def close(self) -> None:
         """Free what it holds. Operators can no longer find it."""
+
+
+class Fusing(Dispatcher, Protocol):
+    """A dispatcher whose rows also move in the launch of a product, in the caller's stream.
+
+    Each of its own calls has the bits of the one without `beside`, and does the same where products cannot
+    take the rows: then they run before or behind it.
+    """
+
+    def combine_beside(
+        self,
+        left: Sequence[Callable[[], Any]],
+        rows_RD: Tensor,
+        weights_R: Tensor | None,
+        state: Sequence[Tensor],
+        num_tokens: int,
+        addend: Addend | None,
+        out_TD: Tensor,
+    ) -> Crossing[Tensor]:
+        """Combine, behind or beside the products that the experts left (`Dispatched.leave`)."""
+        ...
+
+    def combine_backward_beside(
+        self, d_y_TD: Tensor, weights_R: Tensor, state: Sequence[Tensor]
+    ) -> Crossing[tuple[Tensor, Any]]:
+        """Gradients of rows that were weighted before, and what brings them; `None` if they are there."""
+        ...
+
+    def dispatch_backward_beside(
+        self,
+        left: Any,
+        d_rows_RD: Tensor,
+        d_weights_R: Tensor,
+        state: Sequence[Tensor],
+        num_tokens: int,
+        out: tuple[Tensor, Tensor],
+    ) -> Crossing[tuple[Tensor, Tensor]]:
+        """Run `dispatch_backward`, perhaps beside the weights' gradients in the `Deferral` `left`."""
+        ...
 
 
 class RowExchange(Protocol):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from imbrex.codec.fp8 import BLOCK, Fp8
-from imbrex.contracts import Addend, Crossing, Experts, Geometry, Listener, Roles, Routing, RowForm, Wire
+from imbrex.contracts import Experts, Geometry, Listener, Roles, Routing, RowForm, Wire
 from imbrex.exchange import autograd
 from imbrex.exchange.agreement import DTYPES, PROBLEMS, is_plain
 from imbrex.kernels.ffn.glue import Groups
@@ -67,38 +67,7 @@ class DispatcherBase:
         return self
 
     def fusing(self, roles: Roles | None = None, inner: int = 0) -> Any:
-        return self
-
-    def combine_beside(
-        self: Any,
-        left: Sequence[Callable[[], Any]],
-        rows_RD: Tensor,
-        weights_R: Tensor | None,
-        state: Sequence[Tensor],
-        num_tokens: int,
-        addend: Addend | None,
-        out_TD: Tensor,
-    ) -> Any:
-        for product in left:
-            product()
-        return self.combine(rows_RD, weights_R, state, num_tokens, addend, out_TD)
-
-    def combine_backward_beside(
-        self: Any, d_y_TD: Tensor, weights_R: Tensor, state: Sequence[Tensor]
-    ) -> Crossing[tuple[Tensor, Any]]:
-        moved = self.combine_backward(d_y_TD, None, weights_R, state)
-        return Crossing(moved.move, lambda received: (moved.read(received)[0], None))
-
-    def dispatch_backward_beside(
-        self: Any,
-        left: Any,
-        d_rows_RD: Tensor,
-        d_weights_R: Tensor,
-        state: Sequence[Tensor],
-        num_tokens: int,
-        out: tuple[Tensor, Tensor],
-    ) -> Any:
-        return self.dispatch_backward(d_rows_RD, d_weights_R, state, num_tokens, out)
+        raise ValueError(f"no kernel fuses this exchange: {self.why_not_form(RowForm.UNDER_WAY)}")
 
     def agree_on_rows(self, problem: str | None, dtype: torch.dtype) -> None:
         """Nothing: there is nobody else to tell."""

@@ -403,7 +403,7 @@ class NvlinkDispatcher(WiredDispatcher):
 
     def combine_beside(
         self,
-        left: Sequence[Any],
+        left: Sequence[Callable[[], Any]],
         rows_RD: Tensor,
         weights_R: Tensor | None,
         state: Sequence[Tensor],
@@ -414,10 +414,13 @@ class NvlinkDispatcher(WiredDispatcher):
         """`combine` and, in the same launch, the product that makes `rows_RD`, if the experts have left it in
         `left`: the same bits. In the caller's stream, so no move may be under way in another one."""
         routed = self.read_state(state)
-        is_single = len(left) == 1 and isinstance(left[0], LeftProduct) and not left[0].is_empty
-        in_parts = is_single and self._pieces(routed) is not None
-        is_first = is_single and not in_parts and why_not_first(left[0]) is None  # ranks need not agree
-        if not (in_parts or is_first):
+        single = left[0] if len(left) == 1 else None
+        single = single if isinstance(single, LeftProduct) and not single.is_empty else None
+        in_parts = single is not None and self._pieces(routed) is not None
+        is_first = (
+            single is not None and not in_parts and why_not_first(single) is None
+        )  # ranks need not agree
+        if single is None or not (in_parts or is_first):
             for product in left:
                 product()
             return self.combine(rows_RD, weights_R, state, num_tokens, addend, out_TD)
@@ -428,7 +431,8 @@ class NvlinkDispatcher(WiredDispatcher):
             with self.observer.span("combine", layer=self.layer):
                 more = {"weighted": weights_R is not None, "addend": added_TD}
                 launch = partial(others_first, first=self.roles.first or 0) if is_first else down_and_sums
-                launch(self.kernels_of(routed.max_tokens), rows_RD.contiguous(), routed, left, out_TD, **more)
+                what = self.kernels_of(routed.max_tokens), rows_RD.contiguous(), routed
+                launch(*what, [single], out_TD, **more)
             return out_TD
 
         return Crossing(nothing_to_move, lambda _: work())
@@ -460,7 +464,8 @@ class NvlinkDispatcher(WiredDispatcher):
         brings them: `None` if they are there already, for the reason that `why_not_dy_beside` gives."""
         rows = weights_R.shape[0]
         if self.why_not_dy_beside() is not None or not rows:
-            return super().combine_backward_beside(d_y_TD, weights_R, state)
+            moved = self.combine_backward(d_y_TD, None, weights_R, state)
+            return Crossing(moved.move, lambda received: (moved.read(received)[0], None))
 
         def work() -> tuple[Tensor, Staged]:
             with self.observer.span("combine_backward", layer=self.layer):

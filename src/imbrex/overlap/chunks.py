@@ -14,6 +14,7 @@ from imbrex.contracts import (
     Crossing,
     Dispatched,
     Experts,
+    Fusing,
     Handle,
     Pending,
     Roles,
@@ -71,14 +72,15 @@ class Forward:
         defer: bool = False,
     ) -> None:
         self.exchange, self.layer_experts = exchange, experts
-        self.fused, whole = sizes is None or isinstance(sizes, Roles), exchange.dispatcher
+        self.fusing: Fusing | None = None
         if sizes is None or isinstance(sizes, Roles):
             inner = experts.down_proj.shape[2] if isinstance(experts, Ours) else 0
-            self.dispatcher, sizes = whole.fusing(sizes, inner), [len(x_TD)]
+            self.dispatcher = self.fusing = exchange.dispatcher.fusing(sizes, inner)
+            sizes = [len(x_TD)]
         else:
-            self.dispatcher = whole.beside(len(sizes), in_turn=self.in_turn)
+            self.dispatcher = exchange.dispatcher.beside(len(sizes), in_turn=self.in_turn)
         self.keep, self.defer = keep, keep and defer
-        forms = (RowForm.ROWS,) if keep and not self.fused else experts.forms
+        forms = (RowForm.ROWS,) if keep and self.fusing is None else experts.forms
         self.form = self.dispatcher.form_of(forms, x_TD, routing.weights_TK)
         self.x_TD, self.weights_TK, self.addend_TD = x_TD, routing.weights_TK, addend_TD
         self.y_TD = x_TD.new_empty(x_TD.shape)
@@ -86,7 +88,7 @@ class Forward:
         parts = [
             (x_TD[b], Routing(ids_TK=routing.ids_TK[b], weights_TK=routing.weights_TK[b])) for b in bounds
         ]
-        self.dispatcher.uncompiled = not self.fused
+        self.dispatcher.uncompiled = self.fusing is None
         plans = self.dispatcher.agree(parts, self.form)
         self.chunks = [Chunk(tokens=b, plan=plan) for b, plan in zip(bounds, plans, strict=True)]
 
@@ -125,7 +127,7 @@ class Forward:
                 form=form_of_arrival(self.form, c.beside),
                 scales_RB=scales_RB,
                 beside=c.beside if scales_RB is None else None,
-                leave=c.left.append if self.fused else None,
+                leave=None if self.fusing is None else c.left.append,
             )
             c.beside = None
             c.deferral = Deferral() if self.defer else None
@@ -140,10 +142,10 @@ class Forward:
         addend_TD = None if self.addend_TD is None else self.addend_TD[c.tokens]
         out_TD, addend = self.y_TD[c.tokens], None if addend_TD is None else lambda: addend_TD
         inputs = c.out_RD.detach(), weights, c.state, len(out_TD), addend, out_TD
-        if self.fused:
-            c.crossing, c.left = self.dispatcher.combine_beside(c.left, *inputs), []
-        else:
+        if self.fusing is None:
             c.crossing = self.dispatcher.combine(*inputs)
+        else:
+            c.crossing, c.left = self.fusing.combine_beside(c.left, *inputs), []
 
     def move_back(self, chunk: int) -> Pending | None:
         return _crossing(self.chunks[chunk]).move()
@@ -165,7 +167,8 @@ class Backward:
     def __init__(
         self, forward: Forward, d_y_TD: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool]
     ) -> None:
-        self.forward, self.exchange, self.dispatcher = forward, forward.exchange, forward.dispatcher
+        self.forward, self.exchange = forward, forward.exchange
+        self.dispatcher, self.fusing = forward.dispatcher, forward.fusing
         self.d_y_TD = d_y_TD
         self.parameters = [p for p, need in zip(parameters, needed, strict=True) if need]
         self.with_rows: list[Tensor | None] = [None] * len(self.parameters)
@@ -179,8 +182,8 @@ class Backward:
         assert c.out_RD is not None
         assert c.weights_R is not None
         out_RD = None if self.forward.layer_experts.applies_weights else c.out_RD.detach()
-        if self.forward.fused and out_RD is None and brings_gradient(c.out_RD):
-            c.crossing = self.dispatcher.combine_backward_beside(self.d_y_TD[c.tokens], c.weights_R, c.state)
+        if self.fusing is not None and out_RD is None and brings_gradient(c.out_RD):
+            c.crossing = self.fusing.combine_backward_beside(self.d_y_TD[c.tokens], c.weights_R, c.state)
             return
         c.crossing = self.dispatcher.combine_backward(self.d_y_TD[c.tokens], out_RD, c.weights_R, c.state)
 
@@ -237,8 +240,8 @@ class Backward:
         assert d_rows is not None
         out = self.d_x_TD[c.tokens], self.d_weights_TK[c.tokens]
         arguments = *d_rows, c.state, len(out[0]), out
-        if self.forward.fused and c.deferral is not None and self.parameters:
-            c.crossing = self.dispatcher.dispatch_backward_beside(c.deferral, *arguments)
+        if self.fusing is not None and c.deferral is not None and self.parameters:
+            c.crossing = self.fusing.dispatch_backward_beside(c.deferral, *arguments)
         else:
             c.crossing = self.dispatcher.dispatch_backward(*arguments)
 
