@@ -152,6 +152,22 @@ DOORS = [
         ("ranks/test_huggingface_saving.py::test_what_one_rank_cannot_replace_is_every_ranks_error",),
     ),
     Fault(
+        "compiles-unheard",
+        "runtime/waits.py",
+        "a rank that compiles for longer than the time-out is lost",
+        " or not who_compiles():\n",
+        " or True:\n",
+        ("ranks/test_compile.py::test_ranks_wait_for_one_that_compiles",),
+    ),
+    Fault(
+        "compiles-to-the-end",
+        "runtime/waits.py",
+        "a rank that has compiled once is waited for half an hour when it hangs",
+        "    tell_running()\n",
+        "",
+        ("ranks/test_compile.py::test_ranks_wait_for_one_that_compiles",),
+    ),
+    Fault(
         "an-end-unsaid",
         "runtime/waits.py",
         "a program that ends with fewer batches than others says nothing to them",

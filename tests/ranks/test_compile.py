@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
+import torch.distributed as dist
 from torch import Tensor
 
 import imbrex
 import imbrex.overlap
+from imbrex.runtime import roll
+from tests.emulated import kernel
 from tests.poison import real_empty
+from tests.ranks.emulated_nvlink import EmulatedNvlink
 from tests.ranks.layer_jobs import Case, coefficients, make_layer, tokens_of
 from tests.ranks.pool import Pool, Ranks
 
 CONFIG = imbrex.MoEConfig(hidden_size=8, intermediate_size=16, num_experts=6, top_k=2)
+WIDE = imbrex.MoEConfig(hidden_size=64, intermediate_size=24, num_experts=6, top_k=2)
+EMULATED = pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
 
 
 def run_compiled(ranks: Ranks, case: Case, backend: str) -> dict[str, float]:
@@ -146,3 +153,49 @@ def test_a_sum_of_losses_that_nobody_reads_is_no_dead_code(pool: Pool) -> None:
     case = Case(config=CONFIG, tokens=(5, 3), losses=imbrex.AuxLosses(z=0.01), options={"timeout": 5.0})
     for differences in pool.run(2, run_beside_eager, case, 2):
         assert differences == [0.0, 0.0]
+
+
+def run_beside_a_slow_compiler(ranks: Ranks, transport: str) -> list[Tensor]:
+    """The last rank compiles for longer than a rank may be silent; later calls take no such time."""
+    torch._dynamo.reset()
+    moves = EmulatedNvlink(ranks.group, timeout=1.0) if transport == "nvlink" else transport
+    options = {"transport": moves, "timeout": 1.0}
+    case = Case(config=WIDE, tokens=(5, 3), dtype=torch.bfloat16, options=options)
+    layer = make_layer(case, ranks.group)
+
+    def slow(graph: Any, _: Any) -> Any:
+        time.sleep(1.5)
+        return graph.forward
+
+    last, x = ranks.rank == ranks.world_size - 1, tokens_of(case, ranks.rank)
+    run = torch.compile(layer, backend=slow) if last else layer
+    with real_empty(), torch.no_grad():
+        outputs, until = [layer(x)], time.monotonic() + 30
+        while not (last or roll.who_compiles()) and time.monotonic() < until:
+            time.sleep(0.01)
+        outputs += [run(x), run(x)]
+    assert not roll.who_compiles()
+    return outputs
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize("transport", ["alltoall", pytest.param("nvlink", marks=EMULATED)])
+def test_ranks_wait_for_one_that_compiles(pool: Pool, transport: str) -> None:
+    for first, *others in pool.run(2, run_beside_a_slow_compiler, transport):
+        assert all(torch.equal(first, other) for other in others)
+
+
+def silent_and_compiling(ranks: Ranks) -> str:
+    """What the roll says of a rank that compiles and answers nobody."""
+    if ranks.rank == 1:
+        roll.tell_compiling()
+    dist.barrier(ranks.group)
+    said = "" if ranks.rank == 1 else roll.call_roll(ranks.group, "dispatch", "dispatch", 0.4)
+    dist.barrier(ranks.group)
+    roll.tell_running()
+    return said
+
+
+def test_a_lost_rank_that_compiles_is_named(pool: Pool) -> None:
+    said = "; not heard of since: rank 1; rank 1 compiles a layer: raise the time-out (IMBREX_TIMEOUT_S)"
+    assert pool.run(2, silent_and_compiling)[0] == f"{said}, or compile on every rank"

@@ -20,6 +20,7 @@ from torch.library import custom_op, get_ctx
 
 from imbrex.contracts import Arrived, Crossing, Dispatched, Dispatcher, Handle, Routing
 from imbrex.exchange.agreement import is_plain, raise_in_data_group
+from imbrex.runtime.roll import tell_compiling
 from imbrex.runtime.tracing import differentiated, once_differentiable, traced
 
 Value = TypeVar("Value")
@@ -234,6 +235,8 @@ def dispatch(
     crossing, if its move has started."""
     if started is None and traced(x_TD, weights_TK, ids_TK):
         compiled = torch.compiler.is_compiling()
+        if compiled:
+            tell_compiling()
         return Arrived(*dispatch_op(x_TD, weights_TK, ids_TK, key, compiled))
     if not differentiated(x_TD, weights_TK):
         return arrive(x_TD, weights_TK, ids_TK, key) if started is None else started.finish()

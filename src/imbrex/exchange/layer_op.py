@@ -33,6 +33,7 @@ from imbrex.kernels.ffn.tokens import ffn_in_place
 from imbrex.kernels.fused.rows_out import rows_out
 from imbrex.kernels.gemm.gemm import ALONE
 from imbrex.runtime.deferred import Deferral
+from imbrex.runtime.roll import tell_compiling
 
 
 def fused_layer(
@@ -47,6 +48,8 @@ def fused_layer(
     Differentiable in `x_TD`, the routing weights, `addend_TD` and the experts' `weights`, gate_up_eGD and
     down_eDF (G = 2F). key: the dispatcher's. Without gradients nothing is kept for a backward.
     """
+    if torch.compiler.is_compiling():
+        tell_compiling()
     inputs = x_TD, routing.weights_TK, addend_TD, *weights
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     return fused_op(x_TD, routing.weights_TK, routing.ids_TK, addend_TD, *weights, key, keep)[0]

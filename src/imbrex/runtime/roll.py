@@ -1,5 +1,6 @@
-"""Notes of ranks in the store that they share, so that the error of a lost rank says more: where a rank waits
-that has lost somebody, and how the program of one has ended that is heard of no more."""
+"""Notes of ranks in the store that they share: where a rank waits that has lost somebody, and how the program
+of one has ended that is heard of no more, for the error of a lost rank; and which rank compiles, for which
+the others wait longer."""
 
 from __future__ import annotations
 
@@ -11,8 +12,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from imbrex.runtime.tracing import in_trace_too
+
 ROLL_S = 1.0
 """The longest that ranks wait for each other's word once they have lost somebody."""
+COMPILING_S = 1800.0
+"""The longest that a rank counts as one that compiles."""
 BEGINS = ("plan", "route", "schedule events")
 """Phases in which a call begins: a rank that makes fewer calls is missed there."""
 UNEVEN = (
@@ -28,6 +33,48 @@ os.register_at_fork(after_in_child=_told.clear)
 def will_tell(group: dist.ProcessGroup) -> None:
     """Have this rank tell the ranks of a group how its program ends, if the group lives until then."""
     _told[group] = dist.get_rank()
+
+
+class _Note:
+    """The note of this rank. compiling: it compiles a layer, and has not run it yet."""
+
+    compiling = False
+
+
+@in_trace_too
+def tell_compiling() -> None:
+    """Note, as a compiler traces a layer, that this rank comes later than others."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        _write_compiling(f"{time.time()}")
+        _Note.compiling = True
+
+
+def tell_running() -> None:
+    """Take that note back, as this rank meets others again."""
+    if _Note.compiling:
+        _Note.compiling = False
+        _write_compiling("0")
+
+
+def _write_compiling(since: str) -> None:
+    try:
+        store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore
+        store.set(f"imbrex/compiling/{dist.get_rank()}", since)
+    except (RuntimeError, ValueError):
+        pass  # the store has gone with the rank that held it, and so will this one
+
+
+def who_compiles() -> list[int]:
+    """The ranks that compile a layer now, none for longer than `COMPILING_S`."""
+    if not dist.is_initialized():
+        return []
+    try:
+        store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore
+        keys = {r: f"imbrex/compiling/{r}" for r in range(dist.get_world_size()) if r != dist.get_rank()}
+        since = {r: float(store.get(key)) for r, key in keys.items() if store.check([key])}
+    except (RuntimeError, ValueError):
+        return []
+    return [rank for rank, begin in since.items() if time.time() - begin < COMPILING_S]
 
 
 def call_roll(group: dist.ProcessGroup | None, what: str, where: str, timeout_s: float) -> str:
@@ -79,6 +126,10 @@ def _on_the_silent(group: dist.ProcessGroup, silent: list[int], begins: bool) ->
     words = "".join(f"; the program of rank {r} has ended {how}" for r, how in ended.items())
     if unheard:
         words += f"; not heard of since: rank{'s' * (len(unheard) > 1)} {', '.join(map(str, unheard))}"
+        for rank in sorted({*unheard} & {*who_compiles()}):
+            uneven = False
+            words += f"; rank {rank} compiles a layer: raise the time-out (IMBREX_TIMEOUT_S), or "
+            words += "compile on every rank"
     elif any(how != WELL for how in ended.values()):
         uneven = False
     return words + UNEVEN * uneven

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from imbrex.runtime.deadlines import deadlines
-from imbrex.runtime.roll import call_roll, tell_end
+from imbrex.runtime.roll import call_roll, tell_end, tell_running, who_compiles
 
 __all__ = ["all_gather_single", "finish", "run", "start"]
 """The names for adapters."""
@@ -79,6 +79,7 @@ def start(
     else is lost."""
     _check_not_forked()
     refuse_lost(group)
+    tell_running()
     try:
         return begin()
     except RuntimeError as error:
@@ -100,7 +101,7 @@ def finish(
         if work is None:
             return
         if on_host:
-            work.wait(timedelta(seconds=timeout_s))
+            _wait_on_host(work, timeout_s)
         elif group is None:
             work.wait()
         else:
@@ -110,6 +111,18 @@ def finish(
             bound(work.wait, group, timeout_s, late)
     except RuntimeError as error:
         raise _lost(what, timeout_s, error, group) from error
+
+
+def _wait_on_host(work: dist.Work, timeout_s: float) -> None:
+    """Wait for as long as ranks may be silent, and again while one of them compiles."""
+    while True:
+        began = time.monotonic()
+        try:
+            work.wait(timedelta(seconds=timeout_s))
+            return
+        except RuntimeError:
+            if time.monotonic() - began < timeout_s or not who_compiles():
+                raise
 
 
 def refuse_lost(group: dist.ProcessGroup | None) -> None:
