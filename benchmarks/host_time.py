@@ -63,6 +63,10 @@ RESULTS = Path(__file__).parent / "results" / "host_time.json"
 QUESTION = "How long does a layer over NVLink keep the host?"
 ONE_THREAD = "step, one thread"
 """A step whose backward runs in the caller's thread."""
+STACK = 8
+IN_A_STACK = f"step, one of {STACK} layers"
+"""A layer's share of a model's step, whose backward follows on the forwards of all layers: autograd's thread
+has the code of the first in its caches for the others."""
 WARM = 20
 WIDTH = 128
 """The tokens' and the experts': little, since the CPU's own arithmetic is not the host's part."""
@@ -248,12 +252,13 @@ def count(call: Callable[[], Any], calls: int = 50) -> tuple[pstats.Stats, float
     return stats, stats.total_calls / calls, operators  # type: ignore[attr-defined]
 
 
-def make_gpu_layer(model: str, tokens: int) -> MoELayer:
+def make_gpu_layers(model: str, tokens: int, number: int) -> list[MoELayer]:
     group = dist.group.WORLD
     torch.manual_seed(0)
     config = MoEConfig(**asdict(MODELS[model]))
     kind = {"experts": "kernels", "dtype": torch.bfloat16, "device": "cuda"}
-    return MoELayer(config, group, transport=Nvlink(group, max_tokens=max(512, tokens)), **kind)
+    transport = Nvlink(group, max_tokens=max(512, tokens))
+    return [MoELayer(config, group, transport=transport, **kind) for _ in range(number)]
 
 
 def forward_and_step(
@@ -288,7 +293,8 @@ def checksum(tensors: list[Tensor | None]) -> str:
 
 def on_gpu(model: str, tokens: int, repeats: int, lines: int) -> list[dict[str, Any]]:
     """Rows of calls on a GPU, with autograd's own thread and with backwards in the caller's."""
-    layer = make_gpu_layer(model, tokens)
+    layers = make_gpu_layers(model, tokens, STACK)
+    layer = layers[0]
     x = torch.randn(tokens, MODELS[model].hidden_size, device="cuda", dtype=torch.bfloat16)
     needs, d_y = x.requires_grad_(), torch.randn_like(x)
     forward, step = forward_and_step(layer, needs, d_y)
@@ -296,6 +302,8 @@ def on_gpu(model: str, tokens: int, repeats: int, lines: int) -> list[dict[str, 
     calls = {"forward": forward, "forward, kept": lambda: layer(needs), "step": step, ONE_THREAD: step}
     case = {"model": model, "T": tokens, "W": 1, "dtype": "bf16"}
     rows = measure(calls, case, repeats, torch.cuda.synchronize)
+    stack = {IN_A_STACK: step_of(layers, needs, d_y)}
+    rows += [share_of(row, STACK) for row in measure(stack, case, repeats, torch.cuda.synchronize)]
     if lines:
         print_profile(step, lines)
     torch.autograd.set_multithreading_enabled(True)
@@ -305,8 +313,30 @@ def on_gpu(model: str, tokens: int, repeats: int, lines: int) -> list[dict[str, 
         print("bits", checksum([y, needs.grad, *(p.grad for p in layer.parameters())]))
         needs.grad = None
         layer.zero_grad()
-    layer.close()
+    for layer in layers:
+        layer.close()
     return rows
+
+
+def step_of(layers: Sequence[MoELayer], needs: Tensor, d_y: Tensor) -> Callable[[], None]:
+    """A forward with its backward through all of them, each beside what it is given, as a model's are."""
+    differentiated = [needs, *(weight for layer in layers for weight in layer.parameters())]
+
+    def step() -> None:
+        hidden = needs
+        for layer in layers:
+            hidden = hidden + layer(hidden)
+        hidden.backward(d_y)
+        for tensor in differentiated:
+            tensor.grad = None
+
+    return step
+
+
+def share_of(row: dict[str, Any], number: int) -> dict[str, Any]:
+    """A row of as many layers as one of each."""
+    shared = {name: value / number for name, value in row.items() if name.endswith(("_us", "functions"))}
+    return row | {name: round(value, 1) for name, value in shared.items()}
 
 
 def measure(

@@ -9,6 +9,7 @@ CALLS = {
     "forward, kept": "a forward that keeps for a backward",
     "step": "forward and backward",
     "step, one thread": "the same, with `torch.autograd.set_multithreading_enabled(False)`",
+    "step, one of 8 layers": "forward and backward, of eight layers in a row one",
 }
 HEAD = (
     "tokens",

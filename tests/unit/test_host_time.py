@@ -125,3 +125,24 @@ def test_of_several_processes_the_median_one_counts() -> None:
     }
     assert (found["processes"], found["medians_us"]) == (3, [30.0, 10.0, 20.0])
     assert {key: found[key] for key in row} == row
+
+
+def test_a_stack_is_told_by_its_layers() -> None:
+    row = {"op": host_time.IN_A_STACK, "median_us": 800.0, "whole_median_us": 1600.0, "functions": 2000}
+    row |= {"n": 200, "records": 8, "operators": 80}
+    assert host_time.share_of(row, 8) == row | {
+        "median_us": 100.0,
+        "whole_median_us": 200.0,
+        "functions": 250.0,
+    }
+    layers = [torch.nn.Linear(3, 3) for _ in range(2)]
+    x, d_y = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3)
+    seen = []
+    x.register_hook(seen.append)
+    host_time.step_of(layers, x, d_y)()  # pyright: ignore[reportArgumentType]
+    hidden = x.detach().requires_grad_()
+    between = hidden + layers[0](hidden)
+    (between + layers[1](between)).backward(d_y)
+    assert hidden.grad is not None
+    assert torch.equal(seen[0], hidden.grad)
+    assert x.grad is None
