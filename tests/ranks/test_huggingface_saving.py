@@ -1,16 +1,23 @@
 """A model whose experts live on several ranks: saved whole, restored whole, one rank's error everyone's."""
 
 import os
+import re
 import warnings
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import imbrex
-from imbrex.adapters.huggingface import PartialStateWarning, replace_blocks, restore_blocks
+from imbrex.adapters.huggingface import (
+    PartialStateWarning,
+    from_pretrained,
+    replace_blocks,
+    restore_blocks,
+)
 from imbrex.adapters.huggingface.gathering import Team
 from imbrex.parallel import checkpoint
 from imbrex.placement import from_slots
@@ -105,8 +112,8 @@ def test_weights_of_all_experts_are_read_by_another_door(pool: Pool) -> None:
         assert said.count("of which this rank holds 3: replace_blocks(model, group, weights=...)") == 1
 
 
-def replace_with_one_wrong(ranks: Ranks, wrong: str) -> str:
-    """The last rank's model has no values, or lacks a tensor; then all go on together."""
+def replace_with_one_wrong(ranks: Ranks, wrong: str, folder: str) -> str:
+    """The last rank has another model or folder than it should; then all go on together."""
     model, weights, last = model_of("mixtral"), None, ranks.rank == ranks.world_size - 1
     if last and wrong == "meta":
         model.to("meta")
@@ -114,8 +121,14 @@ def replace_with_one_wrong(ranks: Ranks, wrong: str) -> str:
         weights = dict(model.state_dict())
         if last:
             del weights["model.layers.1.mlp.experts.down_proj"]
-    with pytest.raises(ValueError, match=r"replace_blocks|load_block") as caught:
-        replace_blocks(model, ranks.group, weights=weights)
+    elif wrong == "model" and last:
+        model = torch.nn.Linear(2, 2)
+    router = "transformers" if wrong == "router" and last else "imbrex"
+    call: Any = partial(replace_blocks, model, ranks.group, weights=weights, router=router)
+    if wrong == "folder":
+        call = partial(from_pretrained, folder if last else f"{folder}/whole", ranks.group)
+    with pytest.raises(ValueError, match=r"holds no|replace_blocks|load_block|moe_config") as caught:
+        call()
     assert len(replace_blocks(model_of("mixtral"), ranks.group)) == 2
     return str(caught.value)
 
@@ -125,12 +138,22 @@ def replace_with_one_wrong(ranks: Ranks, wrong: str) -> str:
     [
         ("meta", "replace_blocks: the blocks have no values; give weights= and device="),
         ("weights", "load_block: no model.layers.1.mlp.experts.down_proj among the weights"),
+        ("model", "moe_config: the configuration has no model_type"),
+        ("folder", ".* holds no \\*.safetensors"),
+        ("router", ""),
     ],
 )
-def test_what_one_rank_cannot_replace_is_every_ranks_error(pool: Pool, wrong: str, why: str) -> None:
-    first, second = pool.run(2, replace_with_one_wrong, wrong)
-    assert second.startswith(why)
-    assert first.startswith(f"replace_blocks: on rank 1: {why}")
+def test_what_one_rank_cannot_replace_is_every_ranks_error(
+    pool: Pool, tmp_path: Path, wrong: str, why: str
+) -> None:
+    model_of("mixtral").save_pretrained(tmp_path / "whole")
+    first, second = pool.run(2, replace_with_one_wrong, wrong, str(tmp_path))
+    if wrong == "router":
+        assert first == second
+        assert "ranks disagree about router: {0: 'imbrex', 1: 'transformers'}; give" in first
+        return
+    assert re.match(why, second)
+    assert re.match(f"(replace_blocks|from_pretrained): on rank 1: {why}", first)
 
 
 def hear_alone(ranks: Ranks, call: str) -> None:

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -56,14 +56,8 @@ def replace_blocks(
 
     Raises ValueError for a model without such blocks, and where `moe_config` or `load_block` does.
     """
-    config = moe_config(getattr(model, "config", {}))
-    paths = [path for path, _ in moe_blocks(model)]  # a list of blocks would keep their weights to the end
-    if not paths:
-        raise ValueError(f"replace_blocks: a {type(model).__name__} has no MoE blocks; give the whole model")
+    config, paths = _look_together(model, router, (group, options.get("data_group")))
     settings: Any = model.config
-    reason = why_not_router(router, settings.model_type)
-    if reason is not None:
-        raise ValueError(f"replace_blocks: {reason}")
     router_logits = bool(getattr(settings, "output_router_logits", False))
     layers: list[MoELayer] = []
     for number, path in enumerate(paths):
@@ -85,6 +79,32 @@ def replace_blocks(
     _tell_of_unequal(layers)
     _bind(model, layers[0])
     return layers
+
+
+def _look_together(model: nn.Module, router: str, groups: tuple[Any, Any]) -> tuple[MoEConfig, list[str]]:
+    """The configuration of the layers and the names of the blocks. Raises on all ranks what one finds, since
+    they make the first layer together."""
+    config, paths, problem = None, [], None
+    try:
+        config = moe_config(getattr(model, "config", {}))
+        # A list of blocks would keep their weights to the end.
+        paths = [path for path, _ in moe_blocks(model)]
+        kind, settings = type(model).__name__, cast("Any", model.config)
+        reason = why_not_router(router, settings.model_type)
+        if not paths:
+            reason = f"a {kind} has no MoE blocks; give the whole model"
+        if reason is not None:
+            raise ValueError(f"replace_blocks: {reason}")
+    except ValueError as error:
+        problem = error
+    team = Team(groups, "replace_blocks")
+    team.meet()
+    team.agree(problem)
+    assert config is not None
+    routers = team.hear(router)
+    if len(set(routers.values())) > 1:
+        raise ValueError(f"replace_blocks: ranks disagree about router: {routers}; give every rank the same")
+    return config, paths
 
 
 def moe_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from imbrex import MoELayer, RankLostError
 from imbrex.experts import Experts
@@ -23,13 +24,17 @@ WRITING_S = 1800.0
 class Team:
     """The ranks that together hold the layers of a model: those of their group, and of the data group.
 
-    first: whether this is the one that writes. what: the collective call they make, for errors. advice: the
-    end of the error of a rank that nobody joins.
+    layers: these layers; or, before there are any, what they will be given: a group or a mesh, and a data
+    group. first: whether this is the one that writes. what: the collective call they make, for errors.
+    advice: the end of the error of a rank that nobody joins.
     """
 
-    def __init__(self, layers: Sequence[MoELayer], what: str, advice: str = "") -> None:
-        ranks = layers[0].ranks
-        self.groups = [g for g in (ranks.group, ranks.data_group) if g is not None and g.size() > 1]
+    def __init__(self, layers: Sequence[Any], what: str, advice: str = "") -> None:
+        first: Any = layers[0]
+        groups = (first.ranks.group, first.ranks.data_group) if isinstance(first, MoELayer) else layers
+        if isinstance(first, DeviceMesh):
+            groups = [first.get_group(dimension) for dimension in range(first.ndim)]
+        self.groups = [g for g in groups if isinstance(g, dist.ProcessGroup) and g.size() > 1]
         self.first = all(group.rank() == 0 for group in self.groups)
         self.what, self.advice = what, advice
 

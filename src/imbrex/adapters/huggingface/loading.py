@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from imbrex.adapters.huggingface.blocks import moe_blocks, replace_blocks
+from imbrex.adapters.huggingface.gathering import Team
 from imbrex.adapters.huggingface.weights import BLOCK_NAMES, SafetensorsFolder
 
 
@@ -34,10 +35,26 @@ def from_pretrained(
 
     Raises ValueError for a quantised checkpoint, and for what `replace_blocks` refuses.
     """
+    team = Team((group, options.get("data_group")), "from_pretrained")
+    problem, weights, model = None, {}, nn.Module()
+    team.meet()
+    try:
+        weights = SafetensorsFolder(folder)
+        model = _load_dense(folder, dtype, device)
+    except (OSError, ValueError) as error:
+        problem = error
+    # A rank may read for longer than it may be silent.
+    team.agree(problem)
+    replace_blocks(model, group, weights=weights, device=device, **options)
+    return model
+
+
+def _load_dense(folder: str | Path, dtype: torch.dtype | None, device: torch.device | str) -> Any:
+    """The model with blocks that have no values."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    weights, config = SafetensorsFolder(folder), AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder)
     if getattr(config, "quantization_config", None):
         raise ValueError(
             f"from_pretrained: {folder} is quantised, which transformers would undo for all experts; build "
@@ -50,7 +67,6 @@ def from_pretrained(
     model.to(device)
     for path, block in blocks.items():
         model.set_submodule(path, block)
-    replace_blocks(model, group, weights=weights, device=device, **options)
     return model
 
 
