@@ -38,7 +38,7 @@ def test_the_late_rank_itself_is_not_counted() -> None:
 
 @pytest.mark.parametrize("figure", [aristos_figure_1, aristos_figure_2])
 def test_the_text_says_what_was_measured(figure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(asked: Options, ways: Any) -> Any:
+    def measure(asked: Options, ways: Any, load: Any = None, steps: int = 0) -> Any:
         records = {
             name: record(
                 0.0 if way.late == "never" else 0.05 if way.epsilon == 0 else 0.002, way.epsilon * 25
@@ -55,6 +55,9 @@ def test_the_text_says_what_was_measured(figure: Any, monkeypatch: pytest.Monkey
         assert "6.00x" in text
         assert "1.20 times, and 2.50% of the choices are dropped" in text
         assert "dropped, forward: missed, 1.20 times and 2.50%" in text
+        assert "dropped, longer forward: missed, 1.20 times and 2.50%" in text
+        tokens = {row["impl"].split(":")[0]: row["case"]["tokens"] for row in finding.rows}
+        assert (tokens["longer forward"], tokens["forward"]) == (2048, 256)
         assert "with nobody late: reached, 1.000 times" in text
         assert "Zipf 1.2: missed, 1.000 times" in text
     else:

@@ -227,21 +227,27 @@ def communicating(of_phases: Mapping[str, float]) -> float:
     return sum(of_phases.get(name, 0.0) for name in ("plan", "dispatch", "combine"))
 
 
-def measure(options: Options, ways: Mapping[str, Way]) -> tuple[dict[str, Any], RanOn, int]:
-    """The record of every way, where it ran, and how many steps each had."""
-    limit_s = math.inf if options.rounds else LIMIT_S[options.full]
-    request = settings(ways, Load(), steps=options.rounds or STEPS[options.full], limit_s=limit_s)
+def measure(
+    options: Options, ways: Mapping[str, Way], load: Load | None = None, steps: int = 0
+) -> tuple[dict[str, Any], RanOn, int]:
+    """The record of every way, where it ran, and how many steps each had. steps: so many, however long they
+    take; 0: as many as fit in `LIMIT_S`."""
+    steps = options.rounds or steps
+    limit_s = math.inf if steps else LIMIT_S[options.full]
+    request = settings(ways, load or Load(), steps=steps or STEPS[options.full], limit_s=limit_s)
     measured, ran_on = on_ranks("stragglers", request, NETWORK, timeout_s=3600.0)
     return measured, ran_on, min(len(way["seconds"]) for way in measured.values())
 
 
-def row(name: str, measured: Mapping[str, Any], ran_on: RanOn, steps: int) -> dict[str, Any]:
+def row(
+    name: str, measured: Mapping[str, Any], ran_on: RanOn, steps: int, load: Load | None = None
+) -> dict[str, Any]:
     """A way's row of the result file."""
     times = punctual(measured)
     return {
         "op": "straggler",
         "impl": name,
-        "case": ran_on.case | asdict(Load()),
+        "case": ran_on.case | asdict(load or Load()),
         "median_us": 1e6 * quantile(times, 0.5),
         "p95_us": 1e6 * quantile(times, 0.95),
         "p99_us": 1e6 * quantile(times, 0.99),
