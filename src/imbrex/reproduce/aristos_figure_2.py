@@ -37,12 +37,16 @@ LONGER, LONGER_STEPS = Load(tokens=2048), {False: 100, True: 1900}
 through is told from 1 %."""
 LONGER_WAYS = {
     "longer forward: events, nobody late": Way(schedule="events", backward=False),
-    "longer forward: tau 1.5 usual calls, 1 of 19": Way(
-        schedule="events", tau="1.5 p50", epsilon=1, every=EVERY, late="experts", backward=False
+    "longer forward: tau 0.25 steps, 1 of 19": Way(**LATE, late="experts", backward=False, every=EVERY),
+    "longer forward: tau 1.4 usual calls, 1 of 19": Way(
+        schedule="events", tau="1.4 p50", epsilon=1, every=EVERY, late="experts", backward=False
     ),
 }
 GOALS = {
-    "longer forward": ("longer forward: tau 1.5 usual calls, 1 of 19",),
+    "longer forward": (
+        "longer forward: tau 0.25 steps, 1 of 19",
+        "longer forward: tau 1.4 usual calls, 1 of 19",
+    ),
     "forward": ("forward: tau 0.25 steps, 1 of 19 calls", "forward: tau 1.75 usual calls, 1 of 19"),
     "forward and backward": ("tau 0.25 steps, rank 3 late, 1 of 19",),
 }
