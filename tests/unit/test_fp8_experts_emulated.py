@@ -158,7 +158,7 @@ def test_rows_and_scales_that_do_not_fit_are_said() -> None:
         (coded, {"scales_RB": scales.double()}, "float64"),
     ):
         with pytest.raises(ValueError, match=f"ffn_fp8: .*{said}"):
-            ffn_fp8(given, experts, counts, **more)
+            ffn_fp8(given, experts, counts, scales_RB=more.get("scales_RB"))
 
 
 def test_widths_that_do_not_fit_are_said() -> None:
