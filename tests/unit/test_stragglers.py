@@ -159,3 +159,12 @@ def test_who_is_done_without_keeps_its_own_choices() -> None:
     ids_TK = torch.tensor([[0, 2, 5, 7]] * 4)
     kept_TK = dropping.kept_without(3, ids_TK, 8)
     assert kept_TK.int().tolist() == [[1, 1, 1, 0]] * 3 + [[0, 0, 0, 1]]
+
+
+def test_even_choices_are_exactly_even() -> None:
+    shape = stragglers.Shape(hidden_size=8, intermediate_size=8, num_experts=8, top_k=2)
+    drawn = [stragglers.even_choices(shape, 64, rank=rank).ids_TK for rank in range(2)]
+    for ids_TK in drawn:
+        assert torch.bincount(ids_TK.flatten(), minlength=8).tolist() == [16] * 8
+        assert (ids_TK[:, 0] != ids_TK[:, 1]).all()
+    assert not torch.equal(*drawn)

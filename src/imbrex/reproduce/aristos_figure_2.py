@@ -35,11 +35,13 @@ WAYS = {
 LONGER, LONGER_STEPS = Load(tokens=2048), {False: 100, True: 1900}
 """Forwards of some 50 ms, which two cores disturb less than those of 14, and so many that what `EVERY` lets
 through is told from 1 %."""
+EVEN: dict[str, Any] = {"skew": "even", "backward": False}
+"""Every expert has exactly as many choices: drawn ones would add to what is dropped, or take from it."""
 LONGER_WAYS = {
-    "longer forward: events, nobody late": Way(schedule="events", backward=False),
-    "longer forward: tau 0.25 steps, 1 of 19": Way(**LATE, late="experts", backward=False, every=EVERY),
+    "longer forward: events, nobody late": Way(schedule="events", **EVEN),
+    "longer forward: tau 0.25 steps, 1 of 19": Way(**LATE, late="experts", every=EVERY, **EVEN),
     "longer forward: tau 1.4 usual calls, 1 of 19": Way(
-        schedule="events", tau="1.4 p50", epsilon=1, every=EVERY, late="experts", backward=False
+        schedule="events", tau="1.4 p50", epsilon=1, every=EVERY, late="experts", **EVEN
     ),
 }
 GOALS = {
@@ -99,7 +101,7 @@ def _differs(ran_on: RanOn, steps: int, more: int) -> tuple[str, ...]:
         "rank, all begin together, and the ways take turns in every step. A p95 is over that of the same "
         "schedule with nobody late.",
         f"Longer forwards are of {LONGER.tokens} tokens a rank where others have {Load().tokens}, {more} "
-        "of each way.",
+        "of each way, and every expert has exactly as many choices.",
         "The paper profiles 21,000 kernels of NCCL on 32 GPUs; one machine shows no tail of 100 times.",
     )
 
@@ -107,7 +109,8 @@ def _differs(ran_on: RanOn, steps: int, more: int) -> tuple[str, ...]:
 def _calm(name: str) -> str:
     """The name of this way with nobody late."""
     ways = LONGER_WAYS if name in LONGER_WAYS else WAYS
-    calm = Way(schedule=ways[name].schedule, backward=ways[name].backward)
+    skew = ways[name].skew if name in LONGER_WAYS else "uniform"
+    calm = Way(schedule=ways[name].schedule, backward=ways[name].backward, skew=skew)
     return next(other for other, way in ways.items() if way == calm)
 
 

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,8 +38,8 @@ SURE = 20.0
 class Way:
     """A schedule under delays. schedule: `serial` or `events`. tau: in median steps, or a quantile as p95.
     every: calls of which one is given up at most. late: where rank 3 is late, `never`, `before` its step or
-    in its `experts`. skew: of the choices, as `imbrex bench layer --skew` takes it. backward: whether a step
-    has one."""
+    in its `experts`. skew: of the choices, as `imbrex bench layer --skew` takes it, or `even`. backward:
+    whether a step has one."""
 
     schedule: str
     tau: float | str = float("inf")
@@ -198,13 +199,21 @@ def _projection(skew: str, load: Load) -> Callable[..., Tensor]:
     shape = Shape(
         hidden_size=load.width, intermediate_size=load.inner, num_experts=load.experts, top_k=load.top_k
     )
-    ids_TK = make_routing(skew, shape, load.tokens, rank=dist.get_rank()).ids_TK
+    draw = even_choices if skew == "even" else partial(make_routing, skew)
+    ids_TK = draw(shape, load.tokens, rank=dist.get_rank()).ids_TK
     sure_TE = torch.zeros(load.tokens, load.experts).scatter_(1, ids_TK, SURE)
 
     def project(x_TD: Tensor, weight_ED: Tensor, num_sequences: int) -> Tensor:
         return x_TD.float() @ weight_ED.float().T + sure_TE
 
     return project
+
+
+def even_choices(shape: Shape, tokens: int, *, rank: int) -> imbrex.Routing:
+    """Choices of which every expert has as many: each token's are neighbours, in turns."""
+    order_T = torch.randperm(tokens, generator=torch.Generator().manual_seed(rank))
+    ids_TK = (order_T[:, None] * shape.top_k + torch.arange(shape.top_k)) % shape.num_experts
+    return imbrex.Routing(ids_TK=ids_TK, weights_TK=torch.full(ids_TK.shape, 1 / shape.top_k))
 
 
 def punctual(measured: Mapping[str, Any]) -> list[float]:
