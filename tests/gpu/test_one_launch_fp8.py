@@ -20,20 +20,13 @@ from imbrex.placement.layouts import contiguous
 from tests.emulated.ragged import hits_of
 from tests.emulated.scenario import Case, make_exchange, make_inputs
 from tests.gpu.sanitizer import check_tests
+from tests.gpu.test_one_launch import COUNTS
 
 pytestmark = pytest.mark.gpu
 
 
 def draw(*shape: int) -> Tensor:
     return (torch.randn(*shape, device="cuda") * shape[-1] ** -0.5).to(torch.bfloat16)
-
-
-COUNTS = {
-    "no rows": [0] * 64,
-    "one token": [1] * 9 + [0] * 55,
-    "many, uneven": [*range(32), *range(32)],
-    "one has most": [3, 700, *[0] * 60, 1, 5],
-}
 
 
 @pytest.mark.parametrize("name", COUNTS)

@@ -416,11 +416,9 @@ class NvlinkDispatcher(WiredDispatcher):
         routed = self.read_state(state)
         single = left[0] if len(left) == 1 else None
         single = single if isinstance(single, LeftProduct) and not single.is_empty else None
-        in_parts = single is not None and self._pieces(routed) is not None
-        is_first = (
-            single is not None and not in_parts and why_not_first(single) is None
-        )  # ranks need not agree
-        if single is None or not (in_parts or is_first):
+        in_parts = self._pieces(routed) is not None
+        # Of the second way ranks need not agree.
+        if single is None or not (in_parts or why_not_first(single) is None):
             for product in left:
                 product()
             return self.combine(rows_RD, weights_R, state, num_tokens, addend, out_TD)
@@ -430,7 +428,7 @@ class NvlinkDispatcher(WiredDispatcher):
             added_TD = None if added_TD is None else added_TD.contiguous()
             with self.observer.span("combine", layer=self.layer):
                 more = {"weighted": weights_R is not None, "addend": added_TD}
-                launch = partial(others_first, first=self.roles.first or 0) if is_first else down_and_sums
+                launch = down_and_sums if in_parts else partial(others_first, first=self.roles.first or 0)
                 what = self.kernels_of(routed.max_tokens), rows_RD.contiguous(), routed
                 launch(*what, [single], out_TD, **more)
             return out_TD

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -177,19 +177,18 @@ class Experts(nn.Module):
         if not by_kernels:
             out_RD = self._by_products(rows_RD, counts_e)
             return out_RD if weights_R is None else out_RD * weights_R[:, None].to(out_RD.dtype)
+        beside: Any = dispatched.beside
+        groups = beside if isinstance(beside, Groups) else None
+        if groups is not None:
+            groups.one_launch = self.one_launch
         if self.implementation == "kernels-fp8" and not torch.is_grad_enabled():
-            groups = dispatched.beside if isinstance(dispatched.beside, Groups) else None
-            if groups is not None:
-                groups.one_launch = self.one_launch
             return ffn_fp8(rows_RD, self.quantised(), counts_e, weights_R=weights_R, groups=groups)
         gate_up, down = self.gate_up_proj.to(rows_RD.dtype), self.down_proj.to(rows_RD.dtype)
         if self.implementation.startswith("kernels"):
             staged = dispatched.form is RowForm.UNDER_WAY
-            beside = rows_out(dispatched.beside) if staged else dispatched.beside
+            beside = rows_out(dispatched.beside) if staged else beside
             if staged and self.unchanged:  # who changes the result reads it
                 beside = beside._replace(leave=dispatched.leave)
-            if isinstance(beside, Groups):
-                beside.one_launch = self.one_launch
             more = {"weights_R": weights_R, "gradients": self.gradient_sums, "beside": beside}
             return ffn(rows_RD, gate_up, down, counts_e, **more)
         gate_up_RG = products.grouped_mm(rows_RD, gate_up.mT, counts_e)

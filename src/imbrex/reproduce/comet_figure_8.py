@@ -20,7 +20,7 @@ from imbrex.kernels import why_not_hopper
 from imbrex.overlap import Fused
 from imbrex.placement import contiguous
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import RESULTS, Finding, Options, read_committed, spread_of
+from imbrex.reproduce.frame import RESULTS, Finding, Options, or_committed, spread_of
 
 BLOCKS = tuple(range(4, 57, 4))
 PAPER = {(8, 4096): "18", (8, 16384): "26", (4, 16384): "46"}
@@ -51,10 +51,8 @@ def find(options: Options) -> Finding:
     here = torch.cuda.device_count() if why_not_hopper() is None else 0
     models = (MODEL, "qwen2-moe") if options.full else (MODEL,)
     rows = [row for model in models for row in measure(model, here, options.rounds or 20)] if here > 1 else []
-    results, source = ((), "") if rows else read_committed(RESULTS / "comet-figure-8.json")
-    sweeps = sweeps_of(rows or results)
-    where = f"{here} GPUs of this machine" if rows else f"not this machine, but {source}"
-    where = where if sweeps else "blank, no pair of Hopper GPUs is here"
+    results, where = or_committed(rows, f"{here} GPUs of this machine", RESULTS / "comet-figure-8.json")
+    sweeps = sweeps_of(results)
     return Finding(
         title="Comet, figure 8: time over the blocks that communicate",
         question="How many blocks of a fused kernel should communicate, for which way to divide the ranks?",

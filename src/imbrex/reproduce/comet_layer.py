@@ -22,7 +22,7 @@ from imbrex.overlap import Fused, Serial
 from imbrex.placement import contiguous
 from imbrex.reproduce import chart
 from imbrex.reproduce.comet_figure_8 import draw_experts
-from imbrex.reproduce.frame import RESULTS, Finding, Options, read_committed, spread_of
+from imbrex.reproduce.frame import RESULTS, Finding, Options, or_committed, spread_of
 
 MIXTRAL = MODELS["mixtral"]
 WAYS = NCCL, SERIAL, FUSED = "over NCCL", "serial", "fused"
@@ -121,12 +121,10 @@ def find(options: Options, figure: Figure) -> Finding:
     name = f"comet-figure-{figure.number}"
     world = count_gpus()
     rows = measure(figure.cases(world), world, options.rounds or 20) if world else []
-    results, source = ((), "") if rows else read_committed(RESULTS / f"{name}.json")
+    results, where = or_committed(rows, f"{world} Hopper GPUs of this machine", RESULTS / f"{name}.json")
     world = world or max((row["case"]["W"] for row in results), default=0)
-    times = times_of(figure.cases(world or 8), world, rows or results)
+    times = times_of(figure.cases(world or 8), world, results)
     gains = [of[NCCL] / of[FUSED] for of in times.values() if of]
-    where = f"{world} Hopper GPUs of this machine" if rows else f"not this machine, but {source}"
-    ours = OURS.format(source=where if gains else "blank, no pair of Hopper GPUs is here")
     span = f"Fused is {min(gains, default=0):.2f} to {max(gains, default=0):.2f} times as fast as over NCCL."
     blank = "Nothing of it was measured; comet-figures-10-14 simulates it."
     return Finding(
@@ -137,7 +135,7 @@ def find(options: Options, figure: Figure) -> Finding:
             ("Comet, 8 H800", "", "", "", "", figure.gain, ""),
             *(_line(case, of) for case, of in times.items()),
         ),
-        differs=(ours, figure.blank),
+        differs=(OURS.format(source=where), figure.blank),
         verdict=(f"The paper: {figure.paper}.", span if gains else blank),
         rows=rows,
         chart=chart.bars(

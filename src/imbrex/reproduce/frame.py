@@ -96,8 +96,24 @@ def read_committed(path: Path) -> tuple[Sequence[Mapping[str, Any]], str]:
     if not path.exists():
         return (), ""
     content = json.loads(path.read_text())
-    runs = {
+    return content["rows"], source_of(path, content["runs"])
+
+
+def source_of(path: Path, runs: Sequence[Mapping[str, Any]]) -> str:
+    """Words on runs of a committed result file."""
+    machines = {
         f"{run['hardware']['count']} x {run['hardware']['gpu']}, revision {run['commit']}, {run['date']}"
-        for run in content["runs"]
+        for run in runs
     }
-    return content["rows"], f"benchmarks/results/{path.name} ({'; '.join(sorted(runs))})"
+    return f"benchmarks/results/{path.name} ({'; '.join(sorted(machines))})"
+
+
+def or_committed(
+    rows: Sequence[Mapping[str, Any]], here: str, path: Path
+) -> tuple[Sequence[Mapping[str, Any]], str]:
+    """These rows or, if there are none, those of a committed file, and words on where they are from. here:
+    these words for rows that were measured now."""
+    if rows:
+        return rows, here
+    results, source = read_committed(path)
+    return results, f"not this machine, but {source}" if results else "blank, no pair of Hopper GPUs is here"

@@ -17,7 +17,7 @@ from imbrex.bench.exchange.parts import SWEEP, sweep
 from imbrex.bench.exchange.rows import Rows
 from imbrex.kernels import why_not_hopper
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import RESULTS, Finding, Options
+from imbrex.reproduce.frame import RESULTS, Finding, Options, source_of
 
 COMMITTED = RESULTS / "exchange.json"
 """A sweep of two and four H200, in a checkout of the repository; an installed package has none."""
@@ -115,11 +115,7 @@ def sweep_of_file(dtype: str) -> tuple[Curves, str]:
     content = json.loads(COMMITTED.read_text())
     rows = [row for row in content["rows"] if _is_swept(row) and row["case"]["dtype"] == dtype]
     runs = {run["id"]: run for run in content["runs"] if run["id"] in {row["run"] for row in rows}}
-    sources = (
-        f"{run['hardware']['count']} x {run['hardware']['gpu']}, revision {run['commit']}, {run['date']}"
-        for run in runs.values()
-    )
-    where = f"not this machine, but benchmarks/results/{COMMITTED.name} ({'; '.join(sources)})"
+    where = f"not this machine, but {source_of(COMMITTED, list(runs.values()))}"
     return curves_of(rows), where
 
 
