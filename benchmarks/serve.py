@@ -48,8 +48,9 @@ PAUSE = 4_000_000
 KERNELS = 34
 KNOWN = ("op", "impl", "case", "n", "weights_gib", "model", "W", "dtype", "room")
 """What is not printed of a row."""
-FP8, WHOLE_ROWS, ONE_FP8 = "nvlink-fp8", "nvlink-fp8-experts", "auto-fp8"
-"""Experts in fp8: with rows that cross in fp8, with rows as they are, and on one GPU."""
+FP8, WHOLE_ROWS, ONE_FP8, ALONE_FP8 = "nvlink-fp8", "nvlink-fp8-experts", "auto-fp8", "alone-fp8"
+"""Experts in fp8: with rows that cross in fp8, with rows as they are, on one GPU, and whole on every rank."""
+UNSPREAD = (ALONE, ALONE_FP8)
 OURS = ("nvlink", "auto")
 FORCED = {1: 0.8, 3: 1.6}
 """Drafts that count as right, in the mean, by how many a step makes."""
@@ -69,7 +70,8 @@ class Sweep:
 
 SWEEPS = {
     "qwen3-30b-a3b": Sweep(
-        ways=("nvlink", GATHER, "alltoall", TRANSFORMERS, FP8, WHOLE_ROWS, ALONE), rooms=((1024, 4608),)
+        ways=("nvlink", GATHER, "alltoall", TRANSFORMERS, FP8, WHOLE_ROWS, ALONE, ALONE_FP8),
+        rooms=((1024, 4608),),
     ),
     "deepseek-v3-8": Sweep(
         ways=("nvlink", GATHER, "alltoall", TRANSFORMERS),
@@ -99,6 +101,8 @@ def way_of(name: str) -> Way:
         return Way(transport="nvlink", experts="kernels-fp8")
     if name == ONE_FP8:
         return Way(transport="auto", experts="kernels-fp8")
+    if name == ALONE_FP8:
+        return Way(transport=ALONE, experts="kernels-fp8")
     return Way(transport=name, experts="grouped" if name == "alltoall" else "auto")
 
 
@@ -361,12 +365,12 @@ class Run:
             if self.stages.past(self.args.until):
                 self.stages.over(f"{name} {way} is left out")
                 continue
-            if base is None or way == ALONE:
+            if base is None or way in UNSPREAD:
                 base = model = None  # one whole model and a spread one may not fit
                 gc.collect()
                 torch.cuda.empty_cache()
                 model = self.make(name, way)
-                base = None if way == ALONE else model
+                base = None if way in UNSPREAD else model
             else:
                 model = make_beside(base, way_of(way), self.group)  # type: ignore[arg-type]
             try:
@@ -445,7 +449,7 @@ class Run:
         """A step of decoding beside the time to read what it must."""
         batch, tokens, drafts = case["B"], case["context"], case.get("drafts", 0)
         ready(engine, batch, tokens)
-        hit = experts_hit(engine, batch, alone=way == ALONE)
+        hit = experts_hit(engine, batch, alone=way in UNSPREAD)
         key = case["model"], batch, tokens, drafts
         chosen = engine.steps.state.last_Z[:batch].clone()
         alike = (self.truth.setdefault(key, chosen) == chosen).double().mean()
@@ -454,7 +458,7 @@ class Run:
         if engine.group is None and way in OURS and not drafts:
             parts = {"parts_us": parts_of(recorded(engine, batch, tokens))}
         engine.steps.state.remaining_Z.zero_()
-        fp8 = way in (FP8, WHOLE_ROWS, ONE_FP8)
+        fp8 = way in (FP8, WHOLE_ROWS, ONE_FP8, ALONE_FP8)
         read = step_bytes(engine.model, batch, tokens, hit, drafts, fp8=fp8)
         floor = read / self.tbps / 1e12
         return {
