@@ -26,6 +26,7 @@ from imbrex.experts.experts import Experts
 from imbrex.parallel import checkpoint
 from imbrex.placement import from_slots
 from imbrex.router.gates import Gate
+from imbrex.runtime import problems
 from tests.ranks.pool import Pool, Ranks
 
 CONFIG = imbrex.MoEConfig(
@@ -292,6 +293,48 @@ def test_all_ranks_fall_back_to_the_same_older_one(pool, tmp_path):
     (first, said), (second, nothing) = pool.run(2, load_with_one_shard_damaged, str(tmp_path))
     assert (first, second, nothing) == (3, 3, [])
     assert any("__1_0.distcp was changed" in text and "an older one is tried" in text for text in said)
+
+
+def stop_one(ranks: Ranks, directory: str, name: str, problem: BaseException | None) -> str:
+    """What a rank is told where the function `name` raises `problem` on rank 1, or hangs there; then, unless
+    it hung, all go on."""
+    model, optimizer = build(ranks, Split(world=2), 1)
+    effect = problem or (lambda *_: time.sleep(1.5))
+    broken = mock.patch.object(checkpoint, name, side_effect=effect) if ranks.rank == 1 else nullcontext()
+    slow = mock.patch.object(problems, "SLOW_S", 60.0 if problem else 0.5)
+    path = checkpoint.save(directory, model, optimizer, 1, group=ranks.group)
+    try:
+        with broken, slow:
+            checkpoint.load(path, model, optimizer, group=ranks.group)
+    except BaseException as error:  # noqa: BLE001 (what is raised is compared)
+        if problem is not None:
+            checkpoint.load(path, model, optimizer, group=ranks.group)
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("name", "problem", "said"),
+    [
+        ("_state_of", KeyboardInterrupt("now"), "KeyboardInterrupt: now"),
+        ("set_state_dict", KeyError("x"), "KeyError: 'x'"),
+    ],
+)
+def test_whatever_stops_one_rank_stops_all_at_once(pool, tmp_path, name, problem, said):
+    assert pool.run(2, stop_one, str(tmp_path), name, problem) == [f"RuntimeError: rank 1: {said}", said]
+
+
+def test_a_rank_that_hangs_in_the_middle_is_named(tmp_path):
+    """Not by torch, and not after the half hour of its own way to gather objects."""
+    alone = Pool(2, timeout_s=60.0)
+    try:
+        said, _ = alone.run(2, stop_one, str(tmp_path), "_state_of", None)
+    finally:
+        alone.close()
+    assert said.startswith(
+        "RankLostError: rank 0 lost its peers in a checkpoint: a rank was silent for 0.5 s"
+    )
+    assert said.endswith("not heard of since: rank 1")
 
 
 def call_alone(ranks: Ranks, directory: str, name: str) -> str:

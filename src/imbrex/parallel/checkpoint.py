@@ -29,7 +29,7 @@ from imbrex.guards import PartialStateWarning
 from imbrex.parallel import checkpoint_files as files
 from imbrex.parallel.checkpoint_files import CheckpointDamaged, StreamEvent, clear
 from imbrex.parallel.logical_tensors import Layout, LoadPlanner, SavePlanner, layouts
-from imbrex.runtime import waits
+from imbrex.runtime import problems, waits
 from imbrex.transport.collective import device_of
 
 __all__ = ["CheckpointDamaged", "clear", "latest", "load", "load_latest", "save", "step_of"]
@@ -205,6 +205,11 @@ def _load(
     _on_all(group, lambda: _check_fits(path, reader.read_metadata(), state, where))
     planner = LoadPlanner(where)
     _dcp(f"cannot read checkpoint {path}", dcp_load, state, group, storage_reader=reader, planner=planner)
+    _on_all(group, lambda: _fill(state, model, optimizer))
+    return mark.extra
+
+
+def _fill(state: dict[str, Any], model: nn.Module, optimizer: Optimizer | None) -> None:
     with _all_ranks_write():
         set_state_dict(
             model,
@@ -212,7 +217,6 @@ def _load(
             model_state_dict=state["model"],
             optim_state_dict=state.get("optimizer", {}),
         )
-    return mark.extra
 
 
 def _share(names: list[str], group: dist.ProcessGroup | None) -> list[str]:
@@ -316,13 +320,18 @@ def _is_first(group: dist.ProcessGroup | None) -> bool:
     return not _distributed() or dist.get_rank(group) == 0
 
 
+def _whole(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    whole = group or dist.group.WORLD
+    assert whole is not None
+    return whole
+
+
 def _meet(group: dist.ProcessGroup | None, what: str) -> None:
     """Raise RankLostError where a rank does not come to this call within the usual time-out: what follows
     waits for as long as a disk may take."""
     if _ranks(group) == 1:
         return
-    whole = group or dist.group.WORLD
-    assert whole is not None
+    whole = _whole(group)
     here = torch.zeros(1, dtype=torch.int32, device=device_of(whole))
     try:
         call = partial(dist.all_reduce, here, group=whole, async_op=True)
@@ -346,26 +355,22 @@ def _on_first(group: dist.ProcessGroup | None, call: Callable[[], Any]) -> Any:
     return _settled(group, call if _is_first(group) else lambda: None, tells=True)[1][0]
 
 
-_KINDS = {kind.__name__: kind for kind in (CheckpointDamaged, OSError, ValueError)}
+_KINDS = (CheckpointDamaged, OSError, ValueError)
 
 
 def _settled(
     group: dist.ProcessGroup | None, call: Callable[[], Any], *, tells: bool
 ) -> tuple[Any, list[Any]]:
-    result, own = None, None
-    try:
-        result = call()
-    except Exception as error:  # noqa: BLE001 (a rank that raised without a word would leave the others waiting)
-        own = error
-    kind = next((name for name, error_type in _KINDS.items() if isinstance(own, error_type)), "RuntimeError")
-    of_ranks: list[Any] = [(result if tells else None, own and (kind, str(own)))]
+    result, own = problems.attempt(call)
+    of_ranks: list[Any] = [(result if tells else None, mine := problems.told(own, _KINDS))]
     if _ranks(group) > 1:
-        of_ranks, mine = [None] * _ranks(group), of_ranks[0]
-        dist.all_gather_object(of_ranks, mine, group=group)
+        of_ranks = problems.gather("a checkpoint", of_ranks[0], _whole(group), problems.SLOW_S, own)
+    if own is not None and not isinstance(own, Exception):
+        raise own
     for rank, (_, problem) in enumerate(of_ranks):
         if problem is None:
             continue
-        if own is not None and (kind, str(own)) == problem:
+        if own is not None and mine == problem:
             raise own
-        raise _KINDS.get(problem[0], RuntimeError)(f"rank {rank}: {problem[1]}")
+        raise problem[0](f"rank {rank}: {problem[1]}")
     return result, [sentence for sentence, _ in of_ranks]
