@@ -2,10 +2,13 @@
 
 import os
 import re
+import shutil
 import warnings
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ import imbrex
 from imbrex.adapters.huggingface import (
     PartialStateWarning,
     from_pretrained,
+    loading,
     replace_blocks,
     restore_blocks,
 )
@@ -125,9 +129,11 @@ def replace_with_one_wrong(ranks: Ranks, wrong: str, folder: str) -> str:
         model = torch.nn.Linear(2, 2)
     router = "transformers" if wrong == "router" and last else "imbrex"
     call: Any = partial(replace_blocks, model, ranks.group, weights=weights, router=router)
-    if wrong == "folder":
-        call = partial(from_pretrained, folder if last else f"{folder}/whole", ranks.group)
-    with pytest.raises(ValueError, match=r"holds no|replace_blocks|load_block|moe_config") as caught:
+    if wrong in ("folder", "file"):
+        odd = folder if wrong == "folder" else f"{folder}/cut"
+        call = partial(from_pretrained, odd if last else f"{folder}/whole", ranks.group)
+    said = r"holds no|replace_blocks|load_block|moe_config|header"
+    with pytest.raises(Exception, match=said) as caught:
         call()
     assert len(replace_blocks(model_of("mixtral"), ranks.group)) == 2
     return str(caught.value)
@@ -140,6 +146,7 @@ def replace_with_one_wrong(ranks: Ranks, wrong: str, folder: str) -> str:
         ("weights", "load_block: no model.layers.1.mlp.experts.down_proj among the weights"),
         ("model", "moe_config: the configuration has no model_type"),
         ("folder", ".* holds no \\*.safetensors"),
+        ("file", "(SafetensorError: )?Error while deserializing header"),
         ("router", ""),
     ],
 )
@@ -147,6 +154,9 @@ def test_what_one_rank_cannot_replace_is_every_ranks_error(
     pool: Pool, tmp_path: Path, wrong: str, why: str
 ) -> None:
     model_of("mixtral").save_pretrained(tmp_path / "whole")
+    if wrong == "file":
+        shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+        (tmp_path / "cut" / "model.safetensors").write_bytes(b"x" * 7)
     first, second = pool.run(2, replace_with_one_wrong, wrong, str(tmp_path))
     if wrong == "router":
         assert first == second
@@ -154,6 +164,22 @@ def test_what_one_rank_cannot_replace_is_every_ranks_error(
         return
     assert re.match(why, second)
     assert re.match(f"(replace_blocks|from_pretrained): on rank 1: {why}", first)
+
+
+def read_interrupted(ranks: Ranks, folder: str) -> str:
+    """Rank 1 is interrupted as it reads; then all go on together."""
+    broken = mock.patch.object(loading, "_load_dense", side_effect=KeyboardInterrupt("now"))
+    with broken if ranks.rank == 1 else nullcontext(), pytest.raises(BaseException, match="now") as caught:
+        from_pretrained(folder, ranks.group)
+    assert len(replace_blocks(model_of("mixtral"), ranks.group)) == 2
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def test_a_rank_that_is_interrupted_tells_the_others(pool: Pool, tmp_path: Path) -> None:
+    model_of("mixtral").save_pretrained(tmp_path)
+    first, second = pool.run(2, read_interrupted, str(tmp_path))
+    assert second == "KeyboardInterrupt: now"
+    assert first == "RuntimeError: from_pretrained: on rank 1: KeyboardInterrupt: now"
 
 
 def hear_alone(ranks: Ranks, call: str) -> None:

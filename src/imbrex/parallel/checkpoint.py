@@ -362,7 +362,7 @@ def _settled(
     group: dist.ProcessGroup | None, call: Callable[[], Any], *, tells: bool
 ) -> tuple[Any, list[Any]]:
     result, own = problems.attempt(call)
-    of_ranks: list[Any] = [(result if tells else None, mine := problems.told(own, _KINDS))]
+    of_ranks: list[Any] = [(result if tells else None, mine := problems.quote(own, _KINDS))]
     if _ranks(group) > 1:
         of_ranks = problems.gather("a checkpoint", of_ranks[0], _whole(group), problems.SLOW_S, own)
     if own is not None and not isinstance(own, Exception):

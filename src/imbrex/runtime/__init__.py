@@ -1,5 +1,5 @@
 """Tools for all rooms: waits with a time-out, streams, checks of arguments, tracing, deferred gradients."""
 
-from imbrex.runtime import gradients, tracing, waits
+from imbrex.runtime import gradients, problems, tracing, waits
 
-__all__ = ["gradients", "tracing", "waits"]
+__all__ = ["gradients", "problems", "tracing", "waits"]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from imbrex.runtime import waits
 
-__all__ = ["SLOW_S", "attempt", "gather", "told"]
+__all__ = ["SLOW_S", "attempt", "gather", "quote"]
 """The names for adapters."""
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ def attempt(call: Callable[[], T]) -> tuple[T, None] | tuple[None, BaseException
         return None, error
 
 
-def told(
+def quote(
     problem: BaseException | None, kinds: tuple[type[Exception], ...] = (OSError, ValueError)
 ) -> tuple[type[Exception], str] | None:
     """The kind and the words of a problem for other ranks: one of `kinds`, else RuntimeError, since others

@@ -64,7 +64,7 @@ def replace_blocks(
         block = model.get_submodule(path)
         parent, name = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
         layer = _layer_of(block, config, group, {"layer": number, **options})
-        _fill(layer, block, weights, int(path.split(".")[-2]))
+        _fill(layer, block, options.get("device"), weights, int(path.split(".")[-2]))
         use_router(layer, router, settings.model_type)
         layer.origin = Origin(skeleton=skeleton_of(block), router_logits=router_logits)
         setattr(parent, name, layer)
@@ -84,8 +84,8 @@ def replace_blocks(
 def _look_together(model: nn.Module, router: str, groups: tuple[Any, Any]) -> tuple[MoEConfig, list[str]]:
     """The configuration of the layers and the names of the blocks. Raises on all ranks what one finds, since
     they make the first layer together."""
-    config, paths, problem = None, [], None
-    try:
+
+    def look() -> tuple[MoEConfig, list[str]]:
         config = moe_config(getattr(model, "config", {}))
         # A list of blocks would keep their weights to the end.
         paths = [path for path, _ in moe_blocks(model)]
@@ -95,12 +95,11 @@ def _look_together(model: nn.Module, router: str, groups: tuple[Any, Any]) -> tu
             reason = f"a {kind} has no MoE blocks; give the whole model"
         if reason is not None:
             raise ValueError(f"replace_blocks: {reason}")
-    except ValueError as error:
-        problem = error
+        return config, paths
+
     team = Team(groups, "replace_blocks")
     team.meet()
-    team.agree(problem)
-    assert config is not None
+    config, paths = team.attempt(look)
     routers = team.hear(router)
     if len(set(routers.values())) > 1:
         raise ValueError(f"replace_blocks: ranks disagree about router: {routers}; give every rank the same")
@@ -185,36 +184,39 @@ def restore_blocks(model: nn.Module) -> list[nn.Module]:
 def _layer_of(
     block: nn.Module, config: MoEConfig, group: dist.ProcessGroup | DeviceMesh | None, options: dict[str, Any]
 ) -> ReplacedBlock:
+    """A layer without memory: experts that would be drawn to be overwritten take longer than all the rest."""
     like = next(block.parameters())
-    device = options.pop("device", like.device)
-    # Made without memory: experts that would be drawn to be overwritten take longer than all the rest.
-    layer = ReplacedBlock(config, group, **{"dtype": like.dtype, **options, "device": "meta"})
-    layer.to_empty(device=device).train(block.training)
-    with torch.no_grad():
-        for slot, expert in enumerate(layer.experts.expert_ids):
-            if expert < 0:
-                for parameter in layer.experts.parameters():
-                    parameter[slot].zero_()
-    trained = {own_name(name): p.requires_grad for name, p in block.named_parameters()}
-    for name, parameter in layer.named_parameters():
-        parameter.requires_grad_(trained.get(name, True))
-    return layer
+    return ReplacedBlock(config, group, **{"dtype": like.dtype, **options, "device": "meta"})
 
 
-def _fill(layer: ReplacedBlock, block: nn.Module, weights: Mapping[str, Tensor] | None, number: int) -> None:
-    """`load_block` of a block, or of that of layer `number` among weights. What is wrong on one rank is
-    raised on all, before they make the next layer together."""
-    problem = None
-    try:
+def _fill(
+    layer: ReplacedBlock,
+    block: nn.Module,
+    device: Any,
+    weights: Mapping[str, Tensor] | None,
+    number: int,
+) -> None:
+    """Give a layer memory and, by `load_block`, the values of a block, or those of layer `number` among
+    weights. What is wrong on one rank is raised on all, before they make the next layer together."""
+
+    def fill() -> None:
+        layer.to_empty(device=device or next(block.parameters()).device).train(block.training)
+        with torch.no_grad():
+            for slot, expert in enumerate(layer.experts.expert_ids):
+                if expert < 0:
+                    for parameter in layer.experts.parameters():
+                        parameter[slot].zero_()
+        trained = {own_name(name): p.requires_grad for name, p in block.named_parameters()}
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_(trained.get(name, True))
         if layer.gate.weight.is_meta:
             raise ValueError("replace_blocks: the blocks have no values; give weights= and device=")
         if weights is None:
             load_block(layer, block)
         else:
             load_block(layer, weights, block_prefix(weights, number))
-    except (OSError, ValueError) as error:
-        problem = error
-    Team([layer], "replace_blocks").agree(problem)
+
+    Team([layer], "replace_blocks").attempt(fill)
 
 
 @torch.no_grad()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from ast import literal_eval
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -14,11 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from imbrex import MoELayer, RankLostError
 from imbrex.experts import Experts
-from imbrex.runtime import waits
+from imbrex.runtime import problems, waits
 
 T = TypeVar("T")
-WRITING_S = 1800.0
-"""How long ranks wait for one that writes a file; a disk is slower than a peer."""
 
 
 class Team:
@@ -44,64 +41,41 @@ class Team:
             for group in self.groups:
                 here = torch.zeros(1, dtype=torch.int32, device=wire_device(group))
                 call = partial(dist.all_reduce, here, group=group, async_op=True)
-                _run(self.what, group, call)
+                waits.run(self.what, call, on_host=wire_device(group) == "cpu", group=group)
         except RankLostError as error:
             sentence = f"{error}; {self.what} is collective: call it on every rank{self.advice}"
             raise RankLostError(sentence) from error
 
-    def agree(self, problem: Exception | None = None) -> None:
+    def agree(self, problem: BaseException | None = None) -> None:
         """Raises on every rank where one has a problem: its own there, one that quotes it elsewhere. Waits
-        for as long as one may write."""
-        sentence = None if problem is None else (isinstance(problem, OSError), f"{self._here()}: {problem}")
+        for as long as one may read or write."""
+        sentence = problems.quote(problem)
+        if sentence is not None:
+            sentence = sentence[0], f"{self._here()}: {sentence[1]}"
         for group in self.groups:
-            heard = self._in_group(sentence, group, partial(_run_slowly, self.what, group))
+            heard = problems.gather(self.what, sentence, group, problems.SLOW_S, problem)
             sentence = next((other for other in heard if other is not None), None)
         if problem is not None:
             raise problem
         if sentence is not None:
-            raise (OSError if sentence[0] else ValueError)(f"{self.what}: {sentence[1]}")
+            raise sentence[0](f"{self.what}: {sentence[1]}")
+
+    def attempt(self, call: Callable[[], T]) -> T:
+        """Runs `call` on every rank; this rank's result, or on all the error of one: see `agree`."""
+        result, problem = problems.attempt(call)
+        self.agree(problem)
+        return cast("T", result)
 
     def hear(self, value: T) -> dict[int, T]:
         """`value` of every rank, by its number: numbers, texts and tuples of them."""
         heard = {dist.get_rank() if self.groups else 0: value}
         for group in self.groups:
-            parts = self._in_group(heard, group, partial(_run, self.what, group))
+            parts = problems.gather(self.what, heard, group)
             heard = {rank: value for part in parts for rank, value in part.items()}
         return heard
 
-    def _in_group(
-        self, value: T, group: dist.ProcessGroup, run: Callable[[Callable[[], Any]], None]
-    ) -> list[T]:
-        """`value` of every rank of a group. run: waits for a collective, which torch's own way for objects
-        leaves to the half hour of the group."""
-        device = wire_device(group)
-        text = torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8).to(device)
-        sizes_W = torch.empty(group.size(), dtype=torch.int64, device=device)
-        size = torch.tensor([len(text)], dtype=torch.int64, device=device)
-        run(partial(waits.all_gather_single, sizes_W, size, group=group, async_op=True))
-        # host sync: a few, as a model is made or saved
-        sizes = sizes_W.tolist()
-        longest = max(sizes)
-        texts = torch.empty(len(sizes) * longest, dtype=torch.uint8, device=device)
-        padded = torch.nn.functional.pad(text, (0, longest - len(text)))
-        run(partial(waits.all_gather_single, texts, padded, group=group, async_op=True))
-        # host sync: as above
-        rows = texts.cpu().view(len(sizes), longest)
-        return [
-            literal_eval(bytes(row[:size].tolist()).decode()) for row, size in zip(rows, sizes, strict=True)
-        ]
-
     def _here(self) -> str:
         return f"on rank {dist.get_rank()}" if self.groups else "here"
-
-
-def _run(what: str, group: dist.ProcessGroup, call: Callable[[], Any]) -> None:
-    waits.run(what, call, on_host=wire_device(group) == "cpu", group=group)
-
-
-def _run_slowly(what: str, group: dist.ProcessGroup, call: Callable[[], Any]) -> None:
-    work = waits.start(what, call, WRITING_S, group)
-    waits.finish(what, work, WRITING_S, on_host=wire_device(group) == "cpu", group=group)
 
 
 def why_not_gathered(layer: MoELayer) -> str | None:
@@ -178,7 +152,9 @@ def _pass(
         call = partial(dist.irecv, raw, group=group, group_src=source)
     else:
         call = partial(dist.isend, raw, group=group, group_dst=0)
-    _run_slowly("the gathering of experts", group, call)
+    what = "the gathering of experts"
+    work = waits.start(what, call, problems.SLOW_S, group)
+    waits.finish(what, work, problems.SLOW_S, on_host=device == "cpu", group=group)
     return values
 
 

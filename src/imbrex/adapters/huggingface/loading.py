@@ -36,15 +36,9 @@ def from_pretrained(
     Raises ValueError for a quantised checkpoint, and for what `replace_blocks` refuses.
     """
     team = Team((group, options.get("data_group")), "from_pretrained")
-    problem, weights, model = None, {}, nn.Module()
     team.meet()
-    try:
-        weights = SafetensorsFolder(folder)
-        model = _load_dense(folder, dtype, device)
-    except (OSError, ValueError) as error:
-        problem = error
     # A rank may read for longer than it may be silent.
-    team.agree(problem)
+    weights, model = team.attempt(lambda: (SafetensorsFolder(folder), _load_dense(folder, dtype, device)))
     replace_blocks(model, group, weights=weights, device=device, **options)
     return model
 

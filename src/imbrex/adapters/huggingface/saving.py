@@ -63,7 +63,7 @@ def save_pretrained(
         raise ValueError("save_pretrained: no replaced blocks; use the model's own save_pretrained")
     team = Team([layer for _, layer in blocks], "save_pretrained", IN_TRAINER)
     team.meet()
-    team.agree(_misuse(model, blocks, max_shard_size, options))
+    team.attempt(lambda: _refuse_misuse(model, blocks, max_shard_size, options))
     dense = _dense_state(model, [name for name, _ in blocks])
     with _Shards(Path(save_directory), _bytes(max_shard_size), team) as shards:
         shards.add(lambda: _original_names(model, dense))
@@ -73,26 +73,24 @@ def save_pretrained(
         shards.publish(lambda folder: _write_settings(model, blocks[0][1].origin.router_logits, folder))
 
 
-def _misuse(model: nn.Module, blocks: list, size: int | str, options: dict[str, Any]) -> Exception | None:
+def _refuse_misuse(model: nn.Module, blocks: list, size: int | str, options: dict[str, Any]) -> None:
     ignored = ("is_main_process", "save_function", "safe_serialization", "save_original_format")
     surplus = [name for name, value in options.items() if name not in ignored and value not in (None, False)]
     surplus += ["save_original_format"] if options.get("save_original_format") is False else []
     if surplus:
-        return ValueError(
+        raise ValueError(
             f"save_pretrained: {', '.join(surplus)} cannot be had with replaced blocks; leave it out "
             "(a state_dict holds one rank's experts only; upload the folder once it is written)"
         )
     if getattr(model, "_hf_peft_config_loaded", False):
-        return ValueError(
+        raise ValueError(
             "save_pretrained: the model has adapters; save these by get_adapter_state_dict(), or merge them"
         )
-    try:
-        _bytes(size)
-    except ValueError as error:
-        return error
+    _bytes(size)
     reasons = (why_not_gathered(layer) for _, layer in blocks)
     reason = next((reason for reason in reasons if reason is not None), None)
-    return None if reason is None else ValueError(f"save_pretrained: {reason}")
+    if reason is not None:
+        raise ValueError(f"save_pretrained: {reason}")
 
 
 def _dense_state(model: nn.Module, blocks: list[str]) -> dict[str, Tensor]:
@@ -190,13 +188,7 @@ class _Shards:
         self._step(write)
 
     def _step(self, work: Callable[[], None]) -> None:
-        problem = None
-        if self.team.first:
-            try:
-                work()
-            except Exception as error:  # noqa: BLE001 (told to every rank, then raised)
-                problem = error
-        self.team.agree(problem)
+        self.team.attempt(work if self.team.first else lambda: None)
 
     def _make_room(self) -> None:
         shutil.rmtree(self.partial, ignore_errors=True)

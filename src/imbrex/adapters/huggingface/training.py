@@ -221,16 +221,16 @@ def _save_random_numbers(args: Any, folder: Path) -> None:
 
 def _load_experts(model: Any, folder: Path) -> None:
     """Read the blocks of a checkpoint, each rank its own experts. Raises on all ranks what one says."""
-    blocks, problem = replaced_blocks(model), None
-    try:
+    blocks = replaced_blocks(model)
+
+    def read() -> None:
         weights = SafetensorsFolder(folder)
         for name, layer in blocks:
             load_block(layer, weights, block_prefix(weights, int(name.split(".")[-2])))
-    except (OSError, ValueError) as error:
-        problem = error
+
     team = Team([layer for _, layer in blocks], "reading of a checkpoint")
     team.meet()
-    team.agree(problem)
+    team.attempt(read)
 
 
 def _later(*_: Any, **__: Any) -> None:
