@@ -28,6 +28,7 @@ from imbrex.reproduce import (
     comet_layer,
     comet_measured,
     find,
+    frame,
     hybrid,
     papers,
     table_1,
@@ -308,7 +309,7 @@ def test_comets_memory_beside_ours() -> None:
 
 def test_comets_figure_8_without_gpus_is_blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an installed package, where no results are committed."""
-    monkeypatch.setattr(comet_figure_8, "why_not_hopper", lambda: "no GPU")
+    monkeypatch.setattr(frame, "why_not_hopper", lambda: "no GPU")
     monkeypatch.setattr(comet_figure_8, "RESULTS", tmp_path)
     finding = find("comet-figure-8", Options())
     assert [row[:4] for row in finding.table] == [
@@ -329,7 +330,7 @@ def test_comets_figure_8_names_the_best_split(tmp_path: Path, monkeypatch: pytes
         for kind, op in comet_figure_8.KINDS.items()
         for n, us in times[kind].items()
     ]
-    monkeypatch.setattr(comet_figure_8, "why_not_hopper", lambda: None)
+    monkeypatch.setattr(frame, "why_not_hopper", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(comet_figure_8, "measure", lambda model, world, rounds: rows)
     finding = find("comet-figure-8", Options())
@@ -338,7 +339,7 @@ def test_comets_figure_8_names_the_best_split(tmp_path: Path, monkeypatch: pytes
     assert "1.200 to 1.200 times as long" in finding.verdict[-1]
 
     write_results(tmp_path / "comet-figure-8.json", finding.question, RUN, rows)
-    monkeypatch.setattr(comet_figure_8, "why_not_hopper", lambda: "no GPU")
+    monkeypatch.setattr(frame, "why_not_hopper", lambda: "no GPU")
     monkeypatch.setattr(comet_figure_8, "RESULTS", tmp_path)
     elsewhere = find("comet-figure-8", Options())
     assert (elsewhere.table, elsewhere.verdict) == (finding.table, finding.verdict)
@@ -351,7 +352,7 @@ def test_comets_layers_without_gpus_are_blank(
     number: int, cases: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In an installed package, where no results are committed."""
-    monkeypatch.setattr(comet_layer, "why_not_hopper", lambda: "no GPU")
+    monkeypatch.setattr(frame, "why_not_hopper", lambda: "no GPU")
     monkeypatch.setattr(comet_layer, "RESULTS", tmp_path)
     finding = find(f"comet-figure-{number}", Options())
     assert len(finding.table) == 1 + cases
@@ -370,7 +371,7 @@ def test_comets_layers_over_ways_to_divide_the_gpus(tmp_path: Path, monkeypatch:
             for way, us in times.items()
         ]
 
-    monkeypatch.setattr(comet_layer, "why_not_hopper", lambda: None)
+    monkeypatch.setattr(frame, "why_not_hopper", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(comet_layer, "measure", measure)
     finding = find("comet-figure-12", Options())
@@ -380,7 +381,7 @@ def test_comets_layers_over_ways_to_divide_the_gpus(tmp_path: Path, monkeypatch:
     assert "3.00 to 3.00 times as fast" in finding.verdict[-1]
 
     write_results(tmp_path / "comet-figure-12.json", finding.question, RUN, finding.rows)
-    monkeypatch.setattr(comet_layer, "why_not_hopper", lambda: "no GPU")
+    monkeypatch.setattr(frame, "why_not_hopper", lambda: "no GPU")
     monkeypatch.setattr(comet_layer, "RESULTS", tmp_path)
     elsewhere = find("comet-figure-12", Options())
     assert (elsewhere.table, elsewhere.verdict) == (finding.table, finding.verdict)
@@ -392,7 +393,7 @@ def test_comets_layers_over_ways_to_divide_the_gpus(tmp_path: Path, monkeypatch:
 def test_hybrid_eps_sweep_without_gpus_is_the_committed_one(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hybrid, "why_not_hopper", lambda: "no GPU")
+    monkeypatch.setattr(frame, "why_not_hopper", lambda: "no GPU")
     finding = find(name, Options())
     rows = json.loads(hybrid.COMMITTED.read_text())["rows"]
     kernels = [row for row in rows if row["case"].get("D") == 8192 and row["case"]["dtype"] == dtype]
@@ -413,7 +414,7 @@ def test_hybrid_eps_sweep_without_gpus_is_the_committed_one(
 def test_hybrid_eps_sweep_is_blank_without_gpus_and_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hybrid, "why_not_hopper", lambda: "no GPU")
+    monkeypatch.setattr(frame, "why_not_hopper", lambda: "no GPU")
     monkeypatch.setattr(hybrid, "COMMITTED", tmp_path / "none.json")
     finding = find("hybrid-ep-bandwidth", Options())
     assert {cell for line in finding.table for cell in line[3:-1]} == {""}
@@ -427,7 +428,7 @@ def test_hybrid_eps_sweep_is_of_the_gpus_that_are_here(monkeypatch: pytest.Monke
         return {"op": "dispatch", "impl": "imbrex", "case": case, "num_sms": sms, "logical_gbps": rate}
 
     swept = [row(4, "bf16", 200.0), row(8, "bf16", 390.0), row(16, "bf16", 400.0), row(8, "fp8", 1.0)]
-    monkeypatch.setattr(hybrid, "why_not_hopper", lambda: None)
+    monkeypatch.setattr(frame, "why_not_hopper", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(hybrid, "measure", lambda world, rounds: swept)
     finding = find("hybrid-ep-bandwidth", Options())

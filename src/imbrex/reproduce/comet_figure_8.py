@@ -16,11 +16,10 @@ from imbrex.bench.skew import make_routing
 from imbrex.contracts import Roles, Routing
 from imbrex.exchange.exchange import Exchange
 from imbrex.experts.experts import Experts, Shard
-from imbrex.kernels import why_not_hopper
 from imbrex.overlap import Fused
 from imbrex.placement import contiguous
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import RESULTS, Finding, Options, or_committed, spread_of
+from imbrex.reproduce.frame import RESULTS, Finding, Options, count_gpus, or_committed, spread_of
 
 BLOCKS = tuple(range(4, 57, 4))
 PAPER = {(8, 4096): "18", (8, 16384): "26", (4, 16384): "46"}
@@ -48,9 +47,9 @@ class Sweep:
 
 def find(options: Options) -> Finding:
     """Measure the figure, with blanks where there are fewer GPUs than a way to divide them wants."""
-    here = torch.cuda.device_count() if why_not_hopper() is None else 0
+    here = count_gpus()
     models = (MODEL, "qwen2-moe") if options.full else (MODEL,)
-    rows = [row for model in models for row in measure(model, here, options.rounds or 20)] if here > 1 else []
+    rows = [row for model in models for row in measure(model, here, options.rounds or 20)] if here else []
     results, where = or_committed(rows, f"{here} GPUs of this machine", RESULTS / "comet-figure-8.json")
     sweeps = sweeps_of(results)
     return Finding(

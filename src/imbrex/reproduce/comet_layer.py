@@ -17,12 +17,11 @@ from imbrex.bench.skew import make_routing
 from imbrex.contracts import Routing
 from imbrex.exchange.exchange import Exchange
 from imbrex.experts.experts import Shard
-from imbrex.kernels import why_not_hopper
 from imbrex.overlap import Fused, Serial
 from imbrex.placement import contiguous
 from imbrex.reproduce import chart
 from imbrex.reproduce.comet_figure_8 import draw_experts
-from imbrex.reproduce.frame import RESULTS, Finding, Options, or_committed, spread_of
+from imbrex.reproduce.frame import RESULTS, Finding, Options, count_gpus, or_committed, spread_of
 
 MIXTRAL = MODELS["mixtral"]
 WAYS = NCCL, SERIAL, FUSED = "over NCCL", "serial", "fused"
@@ -108,12 +107,6 @@ def skewed(options: Options) -> Finding:
         cases=lambda world: [Case(name=skew, tokens=8192, skew=skew) for skew in DEVIATIONS],
     )
     return find(options, figure)
-
-
-def count_gpus() -> int:
-    """GPUs that run our kernels; 1 is none, since nothing crosses."""
-    world = torch.cuda.device_count() if why_not_hopper() is None else 0
-    return world if world > 1 else 0
 
 
 def find(options: Options, figure: Figure) -> Finding:

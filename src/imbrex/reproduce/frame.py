@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from imbrex.kernels import why_not_hopper
+
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 """The committed results, a folder of the repository; an installed package has none."""
 
@@ -89,6 +93,12 @@ def spread_of(times: Sequence[float]) -> dict[str, Any]:
     """The median and both ends of a row's microseconds, and how many there are."""
     ends = {"median_us": statistics.median(times), "min_us": min(times), "max_us": max(times)}
     return {**{name: round(us, 1) for name, us in ends.items()}, "n": len(times)}
+
+
+def count_gpus() -> int:
+    """GPUs that run our kernels; 1 is none, since nothing crosses."""
+    world = torch.cuda.device_count() if why_not_hopper() is None else 0
+    return world if world > 1 else 0
 
 
 def read_committed(path: Path) -> tuple[Sequence[Mapping[str, Any]], str]:

@@ -10,14 +10,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from imbrex.bench.exchange.clock import Clock, run_ranks
 from imbrex.bench.exchange.parts import SWEEP, sweep
 from imbrex.bench.exchange.rows import Rows
-from imbrex.kernels import why_not_hopper
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import RESULTS, Finding, Options, source_of
+from imbrex.reproduce.frame import RESULTS, Finding, Options, count_gpus, source_of
 
 COMMITTED = RESULTS / "exchange.json"
 """A sweep of two and four H200, in a checkout of the repository; an installed package has none."""
@@ -69,8 +66,8 @@ def end_to_end(options: Options) -> Finding:
 
 
 def _swept(options: Options, dtype: str, title: str, paper: Mapping[str, str]) -> Finding:
-    world = torch.cuda.device_count() if why_not_hopper() is None else 0
-    rows = measure(world, options.rounds or 20) if world > 1 else []
+    world = count_gpus()
+    rows = measure(world, options.rounds or 20) if world else []
     rows = [row for row in rows if row["case"]["dtype"] == dtype]
     curves, source = curves_of(rows), f"{world} GPUs of this machine"
     if not rows:
