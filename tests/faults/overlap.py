@@ -293,8 +293,8 @@ EVENTS = [
         "letters-that-came-early-are-lost",
         "overlap/events/seat.py",
         "what came for a call before it began is forgotten",
-        "record.letters += self.early.pop(self.calls, [])",
-        "self.early.pop(self.calls, [])",
+        "record.letters += early",
+        "pass",
         ("unit/test_events.py::test_what_comes_before_its_call_is_kept_for_it",),
     ),
     Fault(
@@ -304,6 +304,22 @@ EVENTS = [
         "before // self.every == call // self.every:",
         "call - before < self.every:",
         ("unit/test_events.py::test_one_call_of_so_many_is_given_up_by_all_ranks_alike",),
+    ),
+    Fault(
+        "a-gift-that-is-kept-as-well",
+        "overlap/events/budget.py",
+        "what a rank gives to others it has still, so that all may drop more than the budget",
+        "self.left -= self.gift",
+        "pass",
+        ("unit/test_events_budget.py::test_even_choices_stay_within_the_share_at_any_time",),
+    ),
+    Fault(
+        "a-late-rank-that-keeps-its-allowance",
+        "overlap/events/forward.py",
+        "a rank's share of a budget is spent by nobody else",
+        "self.seat.budget.give()",
+        "0",
+        ("ranks/test_events.py::test_a_budget_is_spent_and_no_more",),
     ),
     Fault(
         "model-dies-only-before-it-has-chosen",

@@ -261,6 +261,31 @@ def test_who_takes_longer_than_usual_calls_is_done_without(pool: Pool, tmp_path:
     assert all(dropped > 0 for dropped, _ in others)
 
 
+BUDGET, BUDGET_CALLS = 0.1, 30
+
+
+def run_budget(ranks: Ranks) -> tuple[int, int]:
+    """Choices dropped, and all, of calls in each of which rank 3 is late."""
+    schedule = imbrex.overlap.Events(0.003, 1, budget=BUDGET)
+    options = {"transport": "alltoall", "schedule": schedule}
+    layer: Any = make_layer(Case(config=SMALL, options=options), ranks.group)
+    x_TD, dropped, choices = tokens_of(Case(config=SMALL, tokens=(32,)), ranks.rank), 0, 0
+    layer.experts = Sleepy(layer.experts, awake)
+    for _ in range(BUDGET_CALLS):
+        layer.experts.sleep = partial(time.sleep, 0.01) if ranks.rank == LATE else awake
+        kept = one_step(layer, x_TD, None, False)["kept"]
+        choices += layer.routing.ids_TK.numel()
+        dropped += 0 if kept is None else int((~kept).sum())
+        dist.barrier(ranks.group)
+    return dropped, choices
+
+
+def test_a_budget_is_spent_and_no_more(pool: Pool) -> None:
+    """What rank 3 earned, too, by those that do without it."""
+    dropped, choices = (sum(of_ranks) for of_ranks in zip(*pool.run(4, run_budget), strict=True))
+    assert 0.8 * BUDGET < dropped / choices < BUDGET * (1 + 1 / BUDGET / BUDGET_CALLS / 4)
+
+
 def _wrong(ranks: Ranks, what: str) -> list[str]:
     """Errors of a rank, of a second call in which rank 1's input is wrong, and of a call that follows."""
     case = Case(config=SMALL, options={"transport": "alltoall", "schedule": "events"})
@@ -334,7 +359,7 @@ def test_what_several_ranks_got_wrong_is_over_with_that_call(pool: Pool) -> None
         assert errors == ["", "x has 2 dimensions and last size 12; give tokens [T", "", ""]
 
 
-PATIENT: dict[str, Any] = {"tau": 0.1, "epsilon": 1, "every": 1}
+PATIENT: dict[str, Any] = {"tau": 0.1, "epsilon": 1, "every": 1, "budget": 1.0}
 
 
 def _other_epsilon(rank: int) -> dict[str, Any]:
@@ -347,6 +372,10 @@ def _other_tau(rank: int) -> dict[str, Any]:
 
 def _other_every(rank: int) -> dict[str, Any]:
     return {"every": 1 + rank % 2}
+
+
+def _other_budget(rank: int) -> dict[str, Any]:
+    return {"budget": 0.01 if rank == 1 else 0.02}
 
 
 def _refused(ranks: Ranks, options: dict[str, Any]) -> str:
@@ -367,7 +396,7 @@ def _refused(ranks: Ranks, options: dict[str, Any]) -> str:
         ({"schedule": imbrex.overlap.Events(1.0, 4)}, "schedule: epsilon is 4, but a rank has 3 peers"),
         *(
             ({"differ": differ}, "MoELayer: ranks disagree about the schedule: rank 1 was given something")
-            for differ in (_other_epsilon, _other_tau, _other_every)
+            for differ in (_other_epsilon, _other_tau, _other_every, _other_budget)
         ),
     ],
 )
@@ -382,6 +411,7 @@ def test_what_cannot_be_is_refused_on_every_rank(pool: Pool, options: dict[str, 
         *({"tau": tau} for tau in (-1.0, float("nan"), "p0", "p100", "soon", True)),
         *({"epsilon": epsilon} for epsilon in (-1, 1.5, True)),
         *({"every": every} for every in (0, 1.5, True)),
+        *({"budget": budget} for budget in (0.0, 1e-6, 1.5, float("nan"), "1 %", True)),
     ],
 )
 def test_bad_patience(wrong: dict[str, Any]) -> None:

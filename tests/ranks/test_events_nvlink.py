@@ -157,3 +157,8 @@ def run_refused(ranks: Ranks, schedule: Any, options: dict[str, Any]) -> str:
 def test_what_the_kernels_do_not_serve_is_every_ranks_sentence(pool: Pool, codec: Any) -> None:
     for answer in pool.run(2, run_refused, Events(), {"codec": codec}):
         assert "events over nvlink move tokens as they are, and sums also as fp8; give codec=" in answer
+
+
+def test_a_budget_over_nvlink_is_every_ranks_sentence(pool: Pool) -> None:
+    for answer in pool.run(2, run_refused, Events(0.1, 1, budget=0.01), {}):
+        assert "a budget is counted over 'alltoall' and 'allgather', not over nvlink" in answer

@@ -14,6 +14,7 @@ import torch
 from imbrex.kernels.events.events import ENDLESS
 from imbrex.kernels.events.events import Patience as DevicePatience
 from imbrex.overlap import Events
+from imbrex.overlap.events.budget import Budget
 from imbrex.overlap.events.ledger import Kind
 from imbrex.overlap.events.seat import FEWEST, LEAD, Patience, Seat, Stage
 from imbrex.runtime.waits import RankLostError
@@ -92,7 +93,10 @@ def test_one_call_of_so_many_is_given_up_by_all_ranks_alike() -> None:
     assert [patience.seconds(57) for patience in ranks] == [0.5] * 2
 
 
-@pytest.mark.parametrize("schedule", [Events(0.05, 1), Events("p95", 2, 19), Events("1.5 p50", 1), Events()])
+PATIENT = Events(0.05, 1), Events("p95", 2, 19), Events("1.5 p50", 1, budget=0.0099), Events()
+
+
+@pytest.mark.parametrize("schedule", PATIENT)
 def test_a_name_says_everything(schedule: Events) -> None:
     again = Events.of(schedule.name)
     assert again is not None
@@ -138,6 +142,7 @@ def quiet_seat() -> Any:
     seat: Any = Seat.__new__(Seat)
     seat.mail, seat.rank, seat.peers, seat.timeout_s = LastWords(), 0, [1], 9.0
     seat.calls, seat.early, seat.open, seat.silent_since, seat.last_call = 0, {}, {}, {}, {}
+    seat.budget = Budget()
     return seat
 
 
@@ -177,8 +182,28 @@ def test_who_is_far_behind_gets_no_rows() -> None:
     assert seat.far_behind() == []
     seat.epsilon = 2
     assert seat.far_behind() == [2, 3]
-    seat.patience = Patience(math.inf)
+    seat.budget = Budget(0.01, 4)
+    seat.budget.earn(400)
     assert seat.far_behind() == []
+    seat.budget, seat.patience = Budget(), Patience(math.inf)
+    assert seat.far_behind() == []
+
+
+def test_what_comes_with_a_packet_is_received_once_its_call_has_begun() -> None:
+    """Also of one that comes too late."""
+    seat = quiet_seat()
+    seat.open, seat.budget, left = weakref.WeakValueDictionary(), Budget(0.01, 2), []
+    seat.mail.letters = [
+        (1, Envelope(call=call, kind=kind, details=(0, 10**call, 0, 0, 0)), None)
+        for call, kind in ((1, Kind.PACKET), (2, Kind.PACKET), (2, Kind.REPLY), (3, Kind.PROBLEM))
+    ]
+    for _ in range(2):
+        seat.begin(Heard())
+        seat.pump(0.0)
+        left.append(seat.budget.left)
+    seat.mail.letters = [(1, Envelope(call=1, kind=Kind.PACKET, details=(0, 5, 0, 0, 0)), None)]
+    seat.pump(0.0)
+    assert [*left, seat.budget.left] == [10, 110, 115]
 
 
 def test_numbers_that_a_device_has_no_room_for() -> None:

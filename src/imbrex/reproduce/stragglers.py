@@ -37,14 +37,15 @@ SURE = 20.0
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
     """A schedule under delays. schedule: `serial` or `events`. tau: in median steps, or a quantile as p95.
-    every: calls of which one is given up at most. late: where rank 3 is late, `never`, `before` its step or
-    in its `experts`. skew: of the choices, as `imbrex bench layer --skew` takes it, or `even`. backward:
-    whether a step has one."""
+    every: calls of which one is given up at most. budget: share of choices that may be dropped. late: where
+    rank 3 is late, `never`, `before` its step or in its `experts`. skew: of the choices, as `imbrex bench
+    layer --skew` takes it, or `even`. backward: whether a step has one."""
 
     schedule: str
     tau: float | str = float("inf")
     epsilon: int = 0
     every: int = 1
+    budget: float = 1.0
     late: str = "never"
     skew: str = "uniform"
     backward: bool = True
@@ -132,7 +133,8 @@ class _Runner:
             hidden_size=load.width, intermediate_size=load.inner, num_experts=load.experts, top_k=load.top_k
         )
         tau = way.tau if isinstance(way.tau, str) else way.tau * median_s
-        schedule = Events(tau, way.epsilon, way.every) if way.schedule == "events" else way.schedule
+        patience = tau, way.epsilon, way.every, way.budget
+        schedule = Events(*patience) if way.schedule == "events" else way.schedule
         self.way, self.x_TD, self.late_s = way, x_TD, load.factor * median_s
         self.recorder = Recorder(rank=dist.get_rank())
         self.layer = imbrex.MoELayer(
@@ -165,16 +167,17 @@ class _Runner:
         took_s = time.perf_counter() - begin
         self.layer.zero_grad()
         total_ms = self.recorder.end_step(keep=False)
+        # A budget is of all calls, so those that warm up count here.
+        routing = self.layer.routing
+        assert routing is not None
+        self.choices += routing.ids_TK.numel()
+        self.dropped += 0 if routing.kept_TK is None else int((~routing.kept_TK).sum())
         if warming:
             return
         self.seconds.append(took_s)
         self.late_steps.append(is_late)
         for name, ms in fold(total_ms, 1e3 * took_s).items():
             self.phases[name] = self.phases.get(name, 0.0) + ms
-        routing = self.layer.routing
-        assert routing is not None
-        self.choices += routing.ids_TK.numel()
-        self.dropped += 0 if routing.kept_TK is None else int((~routing.kept_TK).sum())
 
     def gather(self) -> dict[str, Any]:
         everyone: list[Any] = [None] * dist.get_world_size()

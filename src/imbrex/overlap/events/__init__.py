@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from imbrex.contracts import Experts, Output, Routing, RowExchange, Transport
 from imbrex.exchange.agreement import agree
 from imbrex.overlap.events.backward import Backward
+from imbrex.overlap.events.budget import WHOLE
 from imbrex.overlap.events.device import DeviceBackward, DeviceForward, DeviceSeat
 from imbrex.overlap.events.forward import Forward
 from imbrex.overlap.events.ledger import Kind, Ledger
@@ -27,7 +28,7 @@ from imbrex.overlap.pipelined import parameters_of
 from imbrex.overlap.serial import Serial
 from imbrex.runtime.tracing import differentiated, in_trace_too
 
-ARGUMENTS = {"tau", "epsilon", "every"}
+ARGUMENTS = {"tau", "epsilon", "every", "budget"}
 
 
 class Events:
@@ -39,18 +40,24 @@ class Events:
     epsilon: how many peers a rank may do without in a call. Their choices are dropped, and `kept_TK` says so.
     every: of so many calls in a row a rank does without anybody in one at most; 1: in any. All ranks count
         alike, so the calls in which they do without the same late peer are the same.
+    budget: share of all ranks' choices that may be dropped, counted from the first call on; 1: any. What is
+        not dropped now may be later. It is kept but for what one call drops beyond an even share, and for
+        what a late rank has not heard yet.
 
     With an infinite tau or an epsilon of 0 the numbers are `serial`'s to the bit. The time-out of an exchange
     is another thing: a rank that is silent for so long is lost, however patient its peers are.
     """
 
-    def __init__(self, tau: float | str = math.inf, epsilon: int = 0, every: int = 1) -> None:
-        problem = why_not_patience(tau, epsilon, every)
+    def __init__(
+        self, tau: float | str = math.inf, epsilon: int = 0, every: int = 1, budget: float = 1.0
+    ) -> None:
+        problem = why_not_patience(tau, epsilon, every, budget)
         if problem is not None:
             raise ValueError(f"schedule: {problem}")
-        self.epsilon, self.every = epsilon, every
+        self.epsilon, self.every, self.budget = epsilon, every, float(budget)
         self.tau = tau if isinstance(tau, str) else math.inf if tau > sys.float_info.max else float(tau)
         bound = "" if every == 1 else f", every={every}"
+        bound += "" if budget == 1 else f", budget={self.budget}"
         self.name = "events" if epsilon == 0 else f"events(tau={tau}, epsilon={epsilon}{bound})"
         self._seats: weakref.WeakKeyDictionary[RowExchange, Seat | DeviceSeat] = weakref.WeakKeyDictionary()
 
@@ -69,22 +76,23 @@ class Events:
             or len(arguments) < len(words)
         ):
             raise ValueError(
-                f"schedule: {name!r} cannot be read; write events(tau=0.05, epsilon=1), and every=19 behind "
-                "them where patience is for one of 19 calls"
+                f"schedule: {name!r} cannot be read; write events(tau=0.05, epsilon=1); behind them "
+                "budget=0.01 where 1 % of the choices may be dropped, or every=19 where one of 19 calls may "
+                "be given up"
             )
-        number: float | str = arguments["tau"]
-        with suppress(ValueError):
-            number = float(number)
-        return Events(number, _integer(arguments["epsilon"]), _integer(arguments.get("every", "1")))
+        tau, budget = (_number(arguments.get(key, "1")) for key in ("tau", "budget"))
+        epsilon, every = (_integer(arguments.get(key, "1")) for key in ("epsilon", "every"))
+        return Events(tau, epsilon, every, cast("float", budget))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Tells pickle how to make it again; connections stay with this process."""
-        return Events, (self.tau, self.epsilon, self.every)
+        return Events, (self.tau, self.epsilon, self.every, self.budget)
 
     def reason(self, exchange: RowExchange) -> str:
         if exchange.world_size == 1:
             return "asked for; one rank: as serial"
         often = "" if self.every == 1 else f", in one of {self.every} calls"
+        often += "" if self.budget == 1 else f", for {100 * self.budget:g} % of the choices"
         clock = ", by the GPU's clock" if exchange.transport.name == "nvlink" else ""
         return f"asked for; up to {self.epsilon} peers may be missing after tau={self.tau}{often}{clock}"
 
@@ -134,7 +142,7 @@ class Events:
                 patience = {"tau": self.tau, "epsilon": self.epsilon, "every": self.every}
                 seat = DeviceSeat(exchange, x_TD.shape[0], **patience)
             else:
-                seat = Seat(exchange, Patience(self.tau, self.every), self.epsilon)
+                seat = Seat(exchange, Patience(self.tau, self.every), self.epsilon, self.budget)
             self._seats[exchange] = seat
             # Not a cycle through the exchange: connections close with the last reference to it.
             exchange.herald = partial(seat.check_in, exchange.geometry)
@@ -142,9 +150,10 @@ class Events:
 
     def _agree(self, exchange: RowExchange) -> None:
         """Raise ValueError on every rank if ranks have other settings, or if one cannot be served."""
-        problem = why_not_events(exchange, self.epsilon)
+        problem = why_not_events(exchange, self.epsilon, self.budget)
         error = None if problem is None else ValueError(f"schedule: {problem}")
         settings = {"tau": str(self.tau), "epsilon": self.epsilon, "every": self.every}
+        settings["budget"] = str(self.budget)
         agree(exchange.transport, settings, "schedule: events", error)
 
 
@@ -166,12 +175,21 @@ def _integer(text: str) -> int:
     return int(text) if re.fullmatch(r"-?\d+", text) else cast("int", text)
 
 
-def why_not_patience(tau: Any, epsilon: Any, every: Any = 1) -> str | None:
+def _number(text: str) -> float | str:
+    """The number that `text` is; any other text as it is."""
+    with suppress(ValueError):
+        return float(text)
+    return text
+
+
+def why_not_patience(tau: Any, epsilon: Any, every: Any = 1, budget: Any = 1.0) -> str | None:
     """Why these are no patience, or `None`."""
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         return f"every is {every!r}; give of how many calls one may be given up, 1 or more"
     if isinstance(epsilon, bool) or not isinstance(epsilon, int) or epsilon < 0:
         return f"epsilon is {epsilon!r}; give how many peers may be missing, 0 or more"
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 1 / WHOLE <= budget <= 1:
+        return f"budget is {budget!r}; give the share of choices that may be dropped, {1 / WHOLE:.5f} to 1"
     other = "a quantile of the last waits as p95, or times of a usual call as 1.5 p50"
     if isinstance(tau, str):
         return f"tau is {tau!r}; give seconds, {other}" if learnt(tau) is None else None
@@ -180,7 +198,7 @@ def why_not_patience(tau: Any, epsilon: Any, every: Any = 1) -> str | None:
     return None
 
 
-def why_not_events(exchange: RowExchange, epsilon: int) -> str | None:
+def why_not_events(exchange: RowExchange, epsilon: int, budget: float = 1.0) -> str | None:
     """Why this exchange cannot be run by events, or `None`."""
     transport, geometry = exchange.transport, exchange.geometry
     if transport.device.type != "cpu" and transport.name != "nvlink":
@@ -191,6 +209,8 @@ def why_not_events(exchange: RowExchange, epsilon: int) -> str | None:
             "events over nvlink move tokens as they are, and sums also as fp8; give codec={'combine': 'fp8', "
             "'dispatch_backward': 'fp8'} or none, or use schedule='serial'"
         )
+    if transport.name == "nvlink" and budget != 1:
+        return "a budget is counted over 'alltoall' and 'allgather', not over nvlink; use every= there"
     if transport.replicated:
         return f"transport {transport.name!r} moves no rows that events could wait for; use 'alltoall'"
     if transport.name != "nvlink" and cast("Transport", transport).ranks_per_node is not None:

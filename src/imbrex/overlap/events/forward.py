@@ -115,12 +115,13 @@ class Forward(Call):
             labels = [slot_TK.int(), self.weights_TK]
         with observer.span("dispatch", layer=layer):
             encoded = write([self.x_TD, *labels], self.wire.dispatch, self.dtype)
-            about = (DTYPES.index(self.dtype), 0, 0, 0, 0)
+            self.seat.budget.earn(self.ids_TK.numel())
             far_ranks = self.seat.far_behind()
             self._say(self.ledger.skip(far_ranks))
             for peer in self.seat.peers:
                 if peer not in far_ranks:
                     body = encoded.index_select(0, self.tokens[peer])
+                    about = (DTYPES.index(self.dtype), self.seat.budget.give(), 0, 0, 0)
                     self.post(peer, Kind.PACKET, body, about)
         own = Packet(rows_ND=self.x_TD, slot_NK=slot_TK, weights_NK=self.weights_TK)
         self.packets[self.geometry.rank] = own
@@ -152,7 +153,10 @@ class Forward(Call):
                 self.since = now if self.since is None else self.since
                 patience = seat.patience
                 since = self.began if patience.from_begin else self.since
-                left = 0.0 if ledger.is_decided else since + patience.seconds(self.call, self._stage) - now
+                if ledger.is_decided:
+                    left = 0.0
+                elif seat.budget.covers(len(ledger.missing)):
+                    left = since + patience.seconds(self.call, self._stage) - now
             if left <= 0:
                 self._give_up()
                 return
@@ -281,6 +285,7 @@ class Forward(Call):
             plan.owner_of_slot(placement, self.x_TD.device) * self.geometry.tensor_parallel
         ]
         kept_TK = counts_S[self.slot_TK.clamp(min=0)] | (self.slot_TK < 0)
+        self.seat.budget.charge(int((~kept_TK).sum()))
         self.count_drops(kept_TK, [int(state is not Home.COUNTS) for state in self.ledger.home])
         return None if bool(kept_TK.all()) else kept_TK
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from imbrex.contracts import Geometry, Routing, RowExchange
 from imbrex.exchange.agreement import PROBLEMS, explain, find_problem
+from imbrex.overlap.events.budget import Budget
 from imbrex.overlap.events.ledger import Kind
 from imbrex.runtime.waits import RankLostError
 from imbrex.transport.collective import Collective
@@ -105,12 +106,13 @@ class Record(Protocol):
 class Seat:
     """The memory of an exchange between its calls. Made in its first call, by all ranks together."""
 
-    def __init__(self, exchange: RowExchange, patience: Patience, epsilon: int) -> None:
+    def __init__(self, exchange: RowExchange, patience: Patience, epsilon: int, budget: float = 1.0) -> None:
         transport, geometry = exchange.transport, exchange.geometry
         assert isinstance(transport, Collective)
         self.mail = Mail(transport, "schedule events")
         self.rank, self.peers = geometry.rank, [r for r in range(exchange.world_size) if r != geometry.rank]
         self.timeout_s, self.patience, self.epsilon = transport.timeout_s, patience, epsilon
+        self.budget = Budget(budget, exchange.world_size)
         self.calls = 0
         self.early: dict[int, list[Letter]] = {}
         self.open: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -122,7 +124,10 @@ class Seat:
         """Number a call; what came for it before is its first letters."""
         self.calls += 1
         self.open[self.calls] = record
-        record.letters += self.early.pop(self.calls, [])
+        early = self.early.pop(self.calls, [])
+        for letter in early:
+            self._receive(letter)
+        record.letters += early
         self._raise_problem(record.letters)
         return self.calls
 
@@ -146,7 +151,8 @@ class Seat:
         if math.isinf(self.patience.seconds(self.calls)):
             return []
         far_ranks = [p for p in self.peers if self.calls - self.last_call.get(p, 0) > LEAD]
-        return far_ranks if len(far_ranks) <= self.epsilon else []
+        may = len(far_ranks) <= self.epsilon and self.budget.covers(len(far_ranks))
+        return far_ranks if may else []
 
     def pump(self, timeout_s: float) -> bool:
         """Hand out what has come, waiting for something for at most `timeout_s`; whether anything has. Raises
@@ -157,6 +163,8 @@ class Seat:
             self.silent_since.pop(peer, None)
             self.last_call[peer] = max(self.last_call.get(peer, 0), envelope.call)
             record = self.open.get(envelope.call)
+            if envelope.call <= self.calls:
+                self._receive(letter)
             if envelope.kind in (Kind.PROBLEM, Kind.LOST) and envelope.call <= self.calls:
                 bad_letters.append(letter)
             elif record is not None:
@@ -166,6 +174,13 @@ class Seat:
             # Else it is of a call that this rank has left: too late for anything.
         self._raise_problem(bad_letters)
         return bool(letters)
+
+    def _receive(self, letter: Letter) -> None:
+        """Take what a packet brings of its sender's allowance: in its own call, or later."""
+        _, envelope, _ = letter
+        if envelope.kind == Kind.PACKET:
+            _, gift, *_ = envelope.details
+            self.budget.receive(gift)
 
     def miss(self, peers: Sequence[int]) -> None:
         """Note on whom this rank gave up. One that stays silent for the time-out is lost, however patient."""
