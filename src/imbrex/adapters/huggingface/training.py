@@ -29,7 +29,7 @@ from imbrex.parallel.checkpoint import latest, load, save
 STATE = "imbrex"
 """The folder in a checkpoint of Trainer's that holds the optimizer's state, and all weights beside it."""
 SHARDED = "pytorch_model_fsdp.bin"
-"""The file of weights that Trainer wants with FSDP2; here it holds none."""
+"""The file of weights that Trainer wants with FSDP2; here it holds none. See `_fit`."""
 
 
 class ReplacedBlocks(TrainerCallback):
@@ -42,8 +42,8 @@ class ReplacedBlocks(TrainerCallback):
 
     Wants `save_only_model=True`: Trainer writes the optimizer's state of one rank.
     save_optimizer: write the state of all ranks beside the model, by `imbrex.parallel.checkpoint`, with that
-        of the learning rate and of the random numbers. Trainer goes on from it to the same steps; without
-        it, it begins with a new optimizer, and with FSDP2 not at all."""
+        of the learning rate and of the random numbers. Trainer goes on from it to the same steps, with DDP
+        or FSDP2 whichever wrote it; without it, it begins with a new optimizer, and with FSDP2 not at all."""
 
     def __init__(self, *, save_optimizer: bool = False) -> None:
         self.save_optimizer = save_optimizer
@@ -55,6 +55,7 @@ class ReplacedBlocks(TrainerCallback):
         """Have FSDP2, which shards the model as a training begins, leave the experts where they are."""
         plugin = _fsdp_plugin()
         if plugin is None:
+            _fit(args)
             return
         if plugin.fsdp_version != 2 or plugin.cpu_ram_efficient_loading:
             raise ValueError(
@@ -73,6 +74,7 @@ class ReplacedBlocks(TrainerCallback):
             )
         plugin.ignored_modules = [layer.experts.to(args.device) for _, layer in replaced_blocks(model)]
         vars(model)["load_state_dict"] = partial(_load_what_there_is, model)
+        _fit(args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         blocks = replaced_blocks(model)
@@ -115,8 +117,7 @@ class ReplacedBlocks(TrainerCallback):
         optimizer, extra = others["optimizer"], {"lr_scheduler": others["lr_scheduler"].state_dict()}
         save(folder / STATE, model, _own(optimizer), state.global_step, extra)
         _save_random_numbers(args, folder)
-        if _fsdp_plugin() is not None and args.process_index == 0:
-            torch.save({}, folder / SHARDED)
+        _fit(args)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if self.sync is not None:
@@ -133,6 +134,19 @@ def _fsdp_plugin() -> Any:
     imported where Trainer has not; to make another of its states would change the one that there is."""
     states: Any = sys.modules.get("accelerate.state")
     return None if states is None else vars(states.AcceleratorState)["_shared_state"].get("fsdp_plugin")
+
+
+def _fit(args: Any) -> None:
+    """Have checkpoints with an optimizer's state fit this Trainer, however they were written: with FSDP2 it
+    wants a file that it refuses otherwise. Every rank does so before it looks."""
+    for state in Path(args.output_dir).glob(f"checkpoint-*/{STATE}"):
+        file = state.with_name(SHARDED)
+        if _fsdp_plugin() is None:
+            file.unlink(missing_ok=True)
+        elif not file.exists():
+            draft = state.with_name(f"{SHARDED}.{args.process_index}")
+            torch.save({}, draft)
+            draft.replace(file)
 
 
 def _step_apart(optimizer: Any) -> None:
