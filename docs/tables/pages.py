@@ -82,6 +82,7 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
     },
     "docs/serving.md": {
         "two gpus": serve.steps,
+        "loops": serve.loops,
         "one gpu": serve.one_gpu,
         "parts": serve.parts,
         "drafts": serve.one_gpu_drafts,

@@ -70,6 +70,8 @@ def sources(rows: Iterable[Row]) -> str:
     for key, run in sorted(runs.items()):
         words = f"{hardware(run)}, revision {revision(run)}, {run['date']}"
         words += f", medians of {' and '.join(map(str, sorted(counts[key])))}" if counts[key] else ""
+        if key[0] == file and words in said[-1]:
+            continue  # as the run before
         said.append(words if key[0] == file else f"`{key[0]}`: {words}")
         file = key[0]
     return f"*{'; '.join(said)}.*"

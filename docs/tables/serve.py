@@ -56,6 +56,30 @@ def steps() -> Table:
     return Table(head=[*head, "floor", "of the floor"], body=body, rows=used)
 
 
+LOOPS = {
+    "auto": "imbrex",
+    "auto kernels-fp8": "imbrex, experts in fp8",
+    "alone": "data parallelism only",
+    "gather-scatter": "AllGather, ReduceScatter",
+}
+
+
+def loops() -> Table:
+    """Closed loops of users on two GPUs, one of each."""
+    rows = read("serve_loops")
+    head = ["tokens in, out", "users", "way", "tokens/s a GPU", "tokens/s a user", "ms a token, median, p99"]
+    body, used = [], []
+    for case in (row["case"] for row in select(rows, impl="auto")):
+        for way in LOOPS:
+            for row in select(rows, impl=way, case=case):
+                gaps = f"{row['gap_ms']['p50']:.1f}, {row['gap_ms']['p99']:.1f}"
+                rates = [f"{row['tokens_per_s_gpu']:.0f}", f"{row['tokens_per_s_user']:.0f}"]
+                load = [f"{case['input']}, {case['output']}", case["users"]]
+                body.append([*load, LOOPS[way], *rates, gaps])
+                used.append(row)
+    return Table(head=head, body=body, rows=used)
+
+
 def one_gpu_drafts() -> Table:
     """Steps of one GPU that draft, and what leaves of them."""
     head = ["way", "rows", "drafts", "forced", "step, ms", "tokens/s a GPU", "over none", "of the floor"]

@@ -114,6 +114,15 @@ def test_loops_are_replayed_where_they_fit(monkeypatch: pytest.MonkeyPatch, tmp_
     assert len(finding.table) == 4
     assert 250 < float(finding.table[0][4]) <= 505, "2 ms a step"
     assert "2 x G, e, d; 2 x G, c, d" in finding.differs[0]
+    assert [line[-2] for line in finding.table] == 4 * [""], "no loop ran"
+    # One of the four loads ran as a loop, by a way that steps know under another name.
+    case = {"model": "demo", "W": 2, "users": 8, "input": 64, "output": 16, "drafts": 0, "interval": 4}
+    served = {"run": 0, "op": "serve", "impl": "auto", "case": case, "tokens_per_s_gpu": 2000.0}
+    (tmp_path / "serve_loops.json").write_text(json.dumps({"runs": [run], "rows": [served]}))
+    finding = find("trtllm-pareto-replayed", Options())
+    assert [line[-2] for line in finding.table] == ["", "2000", "", ""]
+    ratio = float(finding.table[1][5]) / 2000
+    assert finding.verdict[-1] == f"Replayed over measured, where a loop ran (1): {ratio:.2f} to {ratio:.2f}."
 
 
 def test_the_curves_are_compared_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,10 @@ from imbrex.serve.heads import sharded_argmax, slice_of
 COMMITTED = Path(__file__).parents[3] / "benchmarks" / "results"
 FILES = ("serve.json", "serve_one.json")
 """Steps timed on several GPUs and on one, in a checkout of the repository; an installed package has none."""
+LOOPS = "serve_loops.json"
+"""Loops of real widths that ran on GPUs."""
+TIMED_AS = {"auto": "nvlink", "auto kernels-fp8": "nvlink-fp8-experts"}
+"""Names in files of timed steps of ways that served several GPUs under another name."""
 PLAIN = Network(nodes=1, ranks_per_node=2, inter="none")
 INPUT, OUTPUT, CHUNK = 16, 12, (2, 16)
 HEAD_WIDTH, HEAD_VOCABULARY = 512, 32768
@@ -82,15 +86,19 @@ def pareto_replayed(options: Options) -> Finding:
     for row in rows:
         loads.setdefault((_model(row), row["case"]["input"]), []).append(row)
     best = {id(row) for of in loads.values() for row in front(of)}
+    ran, about_loops = _loops()
+    ratios = [row["tokens_per_s_gpu"] / ran[_load(row)] for row in rows if _load(row) in ran]
+    rates = "tokens/s a user", "tokens/s a GPU", "in a loop that ran"
     return Finding(
         title="TensorRT-LLM, Pareto curves: loops replayed from measured steps",
         question="How much does a GPU give at what a user sees, at real widths and long answers?",
-        head=("model", "in, out", "way", "users", "tokens/s a user", "tokens/s a GPU", "nothing beats it"),
-        table=tuple(_replayed_line(row, "*" if id(row) in best else "") for row in rows),
+        head=("model", "in, out", "way", "users", *rates, "nothing beats it"),
+        table=tuple(_replayed_line(row, ran.get(_load(row)), "*" if id(row) in best else "") for row in rows),
         differs=(
             "Replayed on a CPU, no loop on GPUs: the engine's scheduling over steps timed on "
             f"{'; '.join(where)}. Times between two lengths of caches are on a line through them, and beyond "
             "the longest too.",
+            *((f"Loops that ran: {'; '.join(about_loops)}.",) if ratios else ()),
             "Qwen3-30B-A3B, and DeepSeek-V3's widths with 8 layers of experts, not DeepSeek-R1 on GB200s. "
             "Weights are random, so drafts are forced to count as right; each name says how many. On one GPU "
             "a half has half of the experts, what a rank of two reads, and nothing crosses.",
@@ -100,7 +108,8 @@ def pareto_replayed(options: Options) -> Finding:
             + "; ".join(sorted({name_of(row) for row in of if id(row) in best}))
             + "."
             for (model, tokens), of in loads.items()
-        ),
+        )
+        + _in_words(ratios),
         rows=rows,
         chart=_replayed_chart({model: of for (model, tokens), of in loads.items() if tokens == LOADS[0][0]}),
     )
@@ -119,14 +128,40 @@ def _replayed_rows(loads: Sequence[tuple[int, int]]) -> tuple[list[dict[str, Any
     return rows, where
 
 
+def _in_words(ratios: Sequence[float]) -> tuple[str, ...]:
+    """A sentence on how far replays are from loops that ran."""
+    if not ratios:
+        return ()
+    far = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    return (f"Replayed over measured, where a loop ran ({len(ratios)}): {far}.",)
+
+
+def _loops() -> tuple[dict[tuple[Any, ...], float], list[str]]:
+    """Tokens a second of a GPU in loops that ran, by their load, and on what they did."""
+    path = COMMITTED / LOOPS
+    content = json.loads(path.read_text()) if path.exists() else {"rows": [], "runs": []}
+    return (
+        {_load(row): row["tokens_per_s_gpu"] for row in content["rows"] if row["tokens_per_s_gpu"]},
+        sorted({about(run) for run in content["runs"]}),
+    )
+
+
+def _load(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A key that tells loops apart: the model, the ranks, the way and what users ask for."""
+    case, impl = row["case"], row["impl"]
+    way = TIMED_AS.get(impl, impl) if case["W"] > 1 else impl
+    return way, *(case[name] for name in ("model", "W", "users", "input", "output", "drafts", "interval"))
+
+
 def _model(row: Mapping[str, Any]) -> str:
     """The model, and on how many GPUs."""
     return f"{row['case']['model']}, {row['case']['W']} GPU{'s' * (row['case']['W'] > 1)}"
 
 
-def _replayed_line(row: Mapping[str, Any], starred: str) -> tuple[str, ...]:
+def _replayed_line(row: Mapping[str, Any], ran: float | None, starred: str) -> tuple[str, ...]:
     case = row["case"]
     rates = f"{row['tokens_per_s_user']:.1f}", f"{row['tokens_per_s_gpu']:.0f}"
+    rates += ("" if ran is None else f"{ran:.0f}",)
     return (
         *(_model(row), f"{case['input']}, {case['output']}", name_of(row), str(case["users"])),
         *rates,
