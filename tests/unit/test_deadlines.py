@@ -129,6 +129,23 @@ def test_a_wait_that_does_not_end_is_aborted_and_named() -> None:
     assert not other.aborted.is_set()
 
 
+def test_a_rank_that_compiles_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Live and in replays, until it does not any more."""
+    compiling = [1]
+    monkeypatch.setattr(deadlines, "who_compiles", lambda: compiling)
+    live, replayed = Group(silent_from=0), Group()
+    call(replayed)
+    replay = capture(replayed, monkeypatch)
+    replayed.silent_from = 0
+    for group, wait in ((live, lambda: call(live)), (replayed, replay)):
+        compiling[:] = [1]
+        wait()
+        assert not group.aborted.wait(3 * TIMEOUT_S)
+        waits.refuse_lost(group)  # pyright: ignore
+        compiling.clear()
+        assert group.aborted.wait(20 * TIMEOUT_S)
+
+
 def test_a_stream_that_is_busy_before_the_wait_loses_nobody() -> None:
     group = Group()
     call(group)

@@ -17,7 +17,7 @@ from imbrex.overlap import Events
 from imbrex.overlap.events.budget import Budget
 from imbrex.overlap.events.ledger import Kind
 from imbrex.overlap.events.seat import FEWEST, LEAD, Patience, Seat, Stage
-from imbrex.runtime.waits import RankLostError
+from imbrex.runtime.waits import Deadline, RankLostError
 from imbrex.transport.messages import Envelope
 
 
@@ -141,7 +141,7 @@ class LastWords:
 def quiet_seat() -> Any:
     seat: Any = Seat.__new__(Seat)
     seat.mail, seat.rank, seat.peers, seat.timeout_s = LastWords(), 0, [1], 9.0
-    seat.calls, seat.early, seat.open, seat.silent_since, seat.last_call = 0, {}, {}, {}, {}
+    seat.calls, seat.early, seat.open, seat.silent, seat.last_call = 0, {}, {}, {}, {}
     seat.budget = Budget()
     return seat
 
@@ -214,8 +214,20 @@ def test_numbers_that_a_device_has_no_room_for() -> None:
 
 def test_what_a_peer_said_before_it_left_is_heard() -> None:
     seat = quiet_seat()
-    until = time.monotonic() + 9
+    until = Deadline(9.0)
     seat.wait("combine", [1], until, 1.0)
     assert [envelope.kind for _, envelope, _ in seat.early[1]] == [Kind.REPLY]
     with pytest.raises(RankLostError, match="rank 0 lost its peers in combine: rank 1 died or left"):
         seat.wait("combine", [1], until, 1.0)
+
+
+def test_a_peer_that_is_missed_while_it_compiles_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    seat, compiling = quiet_seat(), [1]
+    seat.timeout_s = 0.01
+    monkeypatch.setattr("imbrex.runtime.waits.who_compiles", lambda: compiling)
+    for _ in range(2):
+        seat.miss([1])
+        time.sleep(0.02)
+    compiling.clear()
+    with pytest.raises(RankLostError, match="lost its peers in any call: rank 1 was silent"):
+        seat.miss([1])

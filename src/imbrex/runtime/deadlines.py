@@ -30,6 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from imbrex.runtime.roll import who_compiles
 from imbrex.runtime.streams import ReplayCounters, Word
 
 LONGEST_TICK_S = 0.5
@@ -67,6 +68,10 @@ class Watched:
             self._standing, self._since = front.number, now
         return front if now - self._since > front.seconds else None
 
+    def wait_again(self) -> None:
+        """Wait for as long once more."""
+        self._standing = 0
+
 
 class Replayed:
     """A captured wait, watched by the counter that its replays increase. It does not keep the group alive."""
@@ -84,6 +89,10 @@ class Replayed:
         if group is None or number % 2 == 0 or now - self._since <= self.seconds:
             return None
         return Wait(number, group, self.seconds, self.error)
+
+    def wait_again(self) -> None:
+        """Wait for as long once more."""
+        self._standing = 0
 
 
 class Deadlines:
@@ -173,7 +182,11 @@ class Deadlines:
     def _pending(self) -> bool:
         for record in (*self._streams.values(), *self._replayed):
             late = record.late(time.monotonic())
-            if late is not None:
+            if late is None:
+                continue
+            if who_compiles():
+                record.wait_again()
+            else:
                 self._give_up(late)
         self._forget(None)
         return bool(self._replayed) or any(watched.waits for watched in list(self._streams.values()))

@@ -113,15 +113,34 @@ def finish(
         raise _lost(what, timeout_s, error, group) from error
 
 
+class Deadline:
+    """The end of a host's wait for other ranks: after as long as they may be silent, and again while one of
+    them compiles."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.until = seconds, time.monotonic() + seconds
+
+    def moves(self) -> bool:
+        """Whether it had passed, and has moved on since a rank compiles."""
+        if time.monotonic() < self.until or not who_compiles():
+            return False
+        self.until = time.monotonic() + self.seconds
+        return True
+
+    def left(self) -> float:
+        """Seconds until then; none or fewer where it has passed and nobody compiles."""
+        left = self.until - time.monotonic()
+        return self.seconds if left <= 0 and self.moves() else left
+
+
 def _wait_on_host(work: dist.Work, timeout_s: float) -> None:
-    """Wait for as long as ranks may be silent, and again while one of them compiles."""
+    deadline = Deadline(timeout_s)
     while True:
-        began = time.monotonic()
         try:
             work.wait(timedelta(seconds=timeout_s))
             return
         except RuntimeError:
-            if time.monotonic() - began < timeout_s or not who_compiles():
+            if not deadline.moves():
                 raise
 
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from imbrex.runtime.roll import tell_running, who_compiles
-from imbrex.runtime.waits import RankLostError
+from imbrex.runtime.roll import tell_running
+from imbrex.runtime.waits import Deadline, RankLostError
 
 CHECK_S = 0.01
 SPIN_S = 50e-6
@@ -80,6 +80,7 @@ class Board:
     def _wait(self, at: int, first: int, check: Callable[[], None] | None) -> list[int]:
         """Wait until no word at `at` is below `first`, and return words and notes."""
         start = last_check = time.monotonic()
+        deadline = Deadline(self.timeout_s)
         here = self._words[at : at + 2 * self.world_size]
         while True:
             words = here.tolist()
@@ -91,10 +92,8 @@ class Board:
             if check is not None and now - last_check > CHECK_S:
                 check()
                 last_check = now
-            if now - start > self.timeout_s:
-                if not who_compiles():
-                    self._give_up(words, first)
-                start = now
+            if now > deadline.until and not deadline.moves():
+                self._give_up(words, first)
 
     def _give_up(self, words: Sequence[int], first: int) -> NoReturn:
         ranks = self.world_size

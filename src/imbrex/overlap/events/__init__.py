@@ -26,6 +26,7 @@ from imbrex.overlap.events.ledger import Kind, Ledger
 from imbrex.overlap.events.seat import Patience, Seat, learnt
 from imbrex.overlap.pipelined import parameters_of
 from imbrex.overlap.serial import Serial
+from imbrex.runtime.roll import tell_compiling, tell_running
 from imbrex.runtime.tracing import differentiated, in_trace_too
 
 ARGUMENTS = {"tau", "epsilon", "every", "budget"}
@@ -109,6 +110,7 @@ class Events:
         if torch.compiler.is_compiling():
             _prepare()
             return _Outside.run(self, x_TD, routing, exchange, experts, addend)
+        tell_running()
         parameters = tuple(parameters_of(experts))
         keep = differentiated(x_TD, routing.weights_TK, *parameters)
         seat = self._seat(x_TD, routing, exchange)
@@ -165,7 +167,9 @@ class _Outside:
 
 @in_trace_too
 def _prepare() -> None:
-    """Make `_Outside.run`. Not before a compiler traces, since that imports the compiler."""
+    """Tell others that this rank compiles, and make `_Outside.run`: not before a compiler traces, since that
+    imports the compiler."""
+    tell_compiling()
     reason = "a layer with schedule='events' breaks the graph: schedule='serial' does not"
     _Outside.run = staticmethod(torch.compiler.disable(Events.run, reason=reason))
 

@@ -4,7 +4,6 @@ the forward counts here, on both sides."""
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,6 +15,7 @@ from imbrex.exchange import rows
 from imbrex.overlap.events.forward import Batch, Forward
 from imbrex.overlap.events.ledger import Host, Kind
 from imbrex.overlap.gradients import gradients_of
+from imbrex.runtime.waits import Deadline
 
 
 class Backward:
@@ -55,7 +55,7 @@ class Backward:
 
     def _wait(self, what: str, missing: Callable[[], set[int]]) -> None:
         seat = self.forward.seat
-        deadline = time.monotonic() + seat.timeout_s
+        deadline = Deadline(seat.timeout_s)
         seat.pump(0.0)
         self._hear()
         while missing():

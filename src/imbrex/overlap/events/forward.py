@@ -19,6 +19,7 @@ from imbrex.exchange.agreement import DTYPES
 from imbrex.overlap.events.call import Call
 from imbrex.overlap.events.ledger import Home, Kind, Ledger
 from imbrex.overlap.events.seat import Letter, Seat, Stage
+from imbrex.runtime.waits import Deadline
 from imbrex.transport.messages import Envelope
 
 
@@ -146,7 +147,7 @@ class Forward(Call):
         """Wait until there is something to do or nobody is missing. When patience ends, give up on the peers
         that are missing."""
         ledger, seat = self.ledger, self.seat
-        deadline = time.monotonic() + seat.timeout_s
+        deadline = Deadline(seat.timeout_s)
         while not (ledger.over or ledger.task()):
             now, left = time.monotonic(), math.inf
             if ledger.may_give_up:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from imbrex.contracts import Geometry, Routing, RowExchange
 from imbrex.exchange.agreement import PROBLEMS, explain, find_problem
 from imbrex.overlap.events.budget import Budget
 from imbrex.overlap.events.ledger import Kind
-from imbrex.runtime.waits import RankLostError
+from imbrex.runtime.waits import Deadline, RankLostError
 from imbrex.transport.collective import Collective
 from imbrex.transport.messages import Envelope, Mail
 
@@ -116,7 +115,7 @@ class Seat:
         self.calls = 0
         self.early: dict[int, list[Letter]] = {}
         self.open: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self.silent_since: dict[int, float] = {}
+        self.silent: dict[int, Deadline] = {}
         self.last_call: dict[int, int] = {}
         self.refused: set[int] = set()
 
@@ -160,7 +159,7 @@ class Seat:
         bad_letters, letters = [], self.mail.take(timeout_s)
         for letter in letters:
             peer, envelope, _ = letter
-            self.silent_since.pop(peer, None)
+            self.silent.pop(peer, None)
             self.last_call[peer] = max(self.last_call.get(peer, 0), envelope.call)
             record = self.open.get(envelope.call)
             if envelope.call <= self.calls:
@@ -184,14 +183,13 @@ class Seat:
 
     def miss(self, peers: Sequence[int]) -> None:
         """Note on whom this rank gave up. One that stays silent for the time-out is lost, however patient."""
-        now = time.monotonic()
         for peer in peers:
-            since = self.silent_since.setdefault(peer, now)
-            if now - since > self.timeout_s:
+            deadline = self.silent.setdefault(peer, Deadline(self.timeout_s))
+            if deadline.left() <= 0:
                 raise self.lost("any call", [peer], f"was silent for {self.timeout_s:g} s")
 
-    def wait(self, what: str, missing: Sequence[int], until: float, at_most_s: float) -> None:
-        """Wait for something to come, at most `at_most_s`. RankLostError where the fatal deadline `until` has
+    def wait(self, what: str, missing: Sequence[int], deadline: Deadline, at_most_s: float) -> None:
+        """Wait for something to come, at most `at_most_s`. RankLostError where the fatal `deadline` has
         passed, or one of those who are missing has died."""
         gone_ranks = sorted(self.mail.gone & set(missing))
         if gone_ranks:
@@ -199,10 +197,10 @@ class Seat:
             if self.pump(0.0):
                 return
             raise self.lost(what, gone_ranks, "died or left")
-        now = time.monotonic()
-        if now >= until:
+        left = deadline.left()
+        if left <= 0:
             raise self.lost(what, missing, f"was silent for {self.timeout_s:g} s")
-        self.pump(min(at_most_s, until - now))
+        self.pump(min(at_most_s, left))
 
     def lost(self, what: str, ranks: Sequence[int], why: str) -> RankLostError:
         """The error that names the ranks; the other peers hear of the first, and lose the same."""
