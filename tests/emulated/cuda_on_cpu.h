@@ -54,6 +54,10 @@ inline u32 __reduce_max_sync(u32 mask, u32 value) {
     for (int step = 16; step > 0; step /= 2) value = max(value, __shfl_xor_sync(mask, value, step));
     return value;
 }
+inline u32 __reduce_add_sync(u32 mask, u32 value) {
+    for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(mask, value, step);
+    return value;
+}
 inline int __shfl_up_sync(u32, int value, int step) {
     emu::Block& block = *emu::self().block;
     const int lane = static_cast<int>(emu::self().thread % 32);

@@ -31,7 +31,7 @@ from imbrex.kernels.events.events import (
 )
 from imbrex.kernels.heap import VirtualHeap
 from imbrex.kernels.routing.routed import Routed
-from imbrex.overlap.events import seat
+from imbrex.overlap.events import budget, seat
 from imbrex.overlap.events.seat import Stage
 from tests.emulated.out_of_step import OutOfStep, RankHeap, Recorder
 from tests.emulated.scenario import Case, Inputs, add_rows, make_inputs
@@ -81,6 +81,7 @@ class EventsOutOfStep(OutOfStep):
         self.settles = case.tensor > 1
         self.rows: dict[tuple[int, int], Tensor] = {}
         self.learnt: set[tuple[Stage, bool]] = set()
+        self.before: dict[int, tuple[Any, int]] = {}
 
     def words(self, rank: int) -> Any:
         return Words.from_buffer_copy(bytes(words_of(self.exchanges[rank]).numpy()))
@@ -137,6 +138,7 @@ class EventsOutOfStep(OutOfStep):
                 self._go_back(rank, outcomes[-1 - number], ended)
             return
         outcome = outcomes[number]
+        self._check_budget(rank, outcome, step, ended=ended)
         if ended and step == EXPANDED:
             self._check_learnt(rank)
             call = outcome.calls[rank]
@@ -147,12 +149,46 @@ class EventsOutOfStep(OutOfStep):
         if ended and step == SUMMED:
             outcome.behind_W[rank] = self.words(rank).behind
 
+    def memory(self, rank: int) -> Any:
+        return Memory.from_buffer_copy(bytes(self.patience[rank].memory.numpy()))
+
+    def _check_budget(self, rank: int, outcome: Outcome, step: int, *, ended: bool) -> None:
+        """Allowances are what a budget on the host comes to, and nobody is given up beyond them."""
+        patience, memory, ranks = self.patience[rank], self.memory(rank), self.case.ranks
+        if patience.budget == WHOLE:
+            return
+        behind = self.words(rank).behind
+        if not ended:
+            self.before[rank] = memory, 0 if step == 0 else behind
+            return
+        before, behind_before = self.before[rank]
+        on_host = budget.Budget(patience.budget / WHOLE, ranks)
+        on_host.left, on_host.loads = left_of(before), list(before.loads[:ranks])
+        given_W = [now - then for now, then in zip(memory.given[:ranks], before.given, strict=False)]
+        got_W = [now - then for now, then in zip(memory.got[:ranks], before.got, strict=False)]
+        if step == 0:
+            on_host.charge(before.dropped)
+            on_host.earn(outcome.calls[rank].ids_TK.numel())
+        for peer, got in enumerate(got_W):
+            if got or memory.loads[peer] != before.loads[peer]:
+                on_host.receive(peer, got, memory.loads[peer])
+        if behind and not behind_before:
+            assert on_host.covers(behind.bit_count() * (1 if step == SUMMED else 2))
+        words = self.words(rank)
+        for peer, given in enumerate(given_W):
+            if step == EXPANDED and words.packet[peer] == 2 * words.decided[1]:
+                on_host.refuse(peer)
+                assert given == on_host.owed[peer] > 0
+            elif given:
+                assert (step, given) == (0, on_host.give(peer))
+        assert left_of(memory) == on_host.left
+
     def _check_learnt(self, rank: int) -> None:
         """Limits are what a patience on the host learns of the same waits."""
         patience = self.patience[rank]
         if not patience.share:
             return
-        memory: Any = Memory.from_buffer_copy(bytes(patience.memory.numpy()))
+        memory = self.memory(rank)
         factor = f"{patience.factor:g} " if patience.factor else ""
         for which, stage in enumerate(Stage):
             on_host = seat.Patience(f"{factor}p{100 * patience.share / WHOLE:g}")
@@ -235,6 +271,11 @@ def make_kernels(case: Case, device: str, loads: Sequence[Any], **options: Any) 
     return [
         EventsKernels(partial(heap_of, rank), room, load=load, **options) for rank, load in enumerate(loads)
     ]
+
+
+def left_of(memory: Any) -> int:
+    """A rank's allowance."""
+    return memory.earned + sum(memory.got) - sum(memory.given)
 
 
 def words_of(kernels: EventsKernels) -> Tensor:

@@ -272,7 +272,7 @@ def run_budget(ranks: Ranks) -> tuple[int, int]:
     x_TD, dropped, choices = tokens_of(Case(config=SMALL, tokens=(32,)), ranks.rank), 0, 0
     layer.experts = Sleepy(layer.experts, awake)
     for _ in range(BUDGET_CALLS):
-        layer.experts.sleep = partial(time.sleep, 0.01) if ranks.rank == LATE else awake
+        layer.experts.sleep = partial(time.sleep, 0.03) if ranks.rank == LATE else awake
         kept = one_step(layer, x_TD, None, False)["kept"]
         choices += layer.routing.ids_TK.numel()
         dropped += 0 if kept is None else int((~kept).sum())
@@ -281,9 +281,9 @@ def run_budget(ranks: Ranks) -> tuple[int, int]:
 
 
 def test_a_budget_is_spent_and_no_more(pool: Pool) -> None:
-    """What rank 3 earned, too, by those that do without it."""
+    """What rank 3 earned, too, by those that do without it: each by itself could drop 3/4 of it."""
     dropped, choices = (sum(of_ranks) for of_ranks in zip(*pool.run(4, run_budget), strict=True))
-    assert 0.8 * BUDGET < dropped / choices < BUDGET * (1 + 1 / BUDGET / BUDGET_CALLS / 4)
+    assert 0.77 * BUDGET < dropped / choices < BUDGET + 1 / BUDGET_CALLS / 4
 
 
 def _wrong(ranks: Ranks, what: str) -> list[str]:

@@ -159,6 +159,19 @@ def test_what_the_kernels_do_not_serve_is_every_ranks_sentence(pool: Pool, codec
         assert "events over nvlink move tokens as they are, and sums also as fp8; give codec=" in answer
 
 
-def test_a_budget_over_nvlink_is_every_ranks_sentence(pool: Pool) -> None:
-    for answer in pool.run(2, run_refused, Events(0.1, 1, budget=0.01), {}):
-        assert "a budget is counted over 'alltoall' and 'allgather', not over nvlink" in answer
+def run_frugal(ranks: Ranks) -> list[bool]:
+    """Whether all choices of some calls count, for whose ranks nobody has to wait but for a budget."""
+    nvlink = EmulatedNvlink(ranks.group, timeout=20.0)
+    parts = {"transport": nvlink, "schedule": Events(0.0, 1, budget=0.01)}
+    case = replace(CASE, options=parts)
+    layer: Any = make_layer(case, ranks.group)
+    whole = []
+    with torch.no_grad():
+        for _ in range(6):
+            layer(tokens_of(case, ranks.rank))
+            whole.append(bool(layer.routing.kept_TK.all()))
+    return whole
+
+
+def test_who_has_earned_nothing_yet_waits(pool: Pool) -> None:
+    assert pool.run(2, run_frugal) == [[True] * 6] * 2

@@ -142,7 +142,7 @@ def quiet_seat() -> Any:
     seat: Any = Seat.__new__(Seat)
     seat.mail, seat.rank, seat.peers, seat.timeout_s = LastWords(), 0, [1], 9.0
     seat.calls, seat.early, seat.open, seat.silent, seat.last_call = 0, {}, {}, {}, {}
-    seat.budget = Budget()
+    seat.budget = Budget(1.0, 2)
     return seat
 
 
@@ -194,16 +194,16 @@ def test_what_comes_with_a_packet_is_received_once_its_call_has_begun() -> None:
     seat = quiet_seat()
     seat.open, seat.budget, left = weakref.WeakValueDictionary(), Budget(0.01, 2), []
     seat.mail.letters = [
-        (1, Envelope(call=call, kind=kind, details=(0, 10**call, 0, 0, 0)), None)
+        (1, Envelope(call=call, kind=kind, details=(0, 10**call, 8, 0, 0)), None)
         for call, kind in ((1, Kind.PACKET), (2, Kind.PACKET), (2, Kind.REPLY), (3, Kind.PROBLEM))
     ]
     for _ in range(2):
         seat.begin(Heard())
         seat.pump(0.0)
         left.append(seat.budget.left)
-    seat.mail.letters = [(1, Envelope(call=1, kind=Kind.PACKET, details=(0, 5, 0, 0, 0)), None)]
+    seat.mail.letters = [(1, Envelope(call=1, kind=Kind.PACKET, details=(0, 5, 9, 0, 0)), None)]
     seat.pump(0.0)
-    assert [*left, seat.budget.left] == [10, 110, 115]
+    assert [*left, seat.budget.left, seat.budget.loads] == [10, 110, 115, [0, 9]]
 
 
 def test_numbers_that_a_device_has_no_room_for() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from imbrex.kernels import jit
-from imbrex.kernels.events.events import EVENTS, Patience
+from imbrex.kernels.events.events import EVENTS, WHOLE, Patience
 from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.overlap.events.seat import FEWEST, Stage
 from imbrex.placement import contiguous, from_slots
@@ -128,3 +128,20 @@ def test_patience_that_is_learnt(factor: float | None) -> None:
     assert sum(dropped[:FEWEST]) == 0
     assert {(stage, True) for stage in Stage} <= ranks.learnt
     assert sum(n > 0 for n in dropped) <= 2 * 2 * 0.2 * len(outcomes)
+
+
+@pytest.mark.parametrize(("case", "epsilon"), [(PAIR, 1), (CASE, 2), (SHARED, 1)])
+def test_a_budget_of_dropped_choices(case: Case, epsilon: int) -> None:
+    """Allowances are those of the host's budget in every call, and all ranks together drop no more than their
+    share and less than a call's."""
+    ranks, cpu, share = EventsOutOfStep(case, epsilon, 0.0), torch.device("cpu"), 0.4
+    ranks.patience = [Patience(0.0, epsilon, 1, cpu, budget=share) for _ in range(case.ranks)]
+    outcomes = ranks.run_calls(20, 3)
+    of_a_call = case.choices * sum(case.tokens)
+    dropped = sum(check_outcome(case, outcome, epsilon) for outcome in outcomes)
+    memories = [ranks.memory(rank) for rank in range(case.ranks)]
+    choices = of_a_call * len(outcomes)
+    assert 0 < dropped < share * choices + of_a_call
+    unpaid = sum(memory.dropped for memory in memories)
+    earned = sum(memory.earned for memory in memories)
+    assert earned == ranks.patience[0].budget * choices - WHOLE * (dropped - unpaid)

@@ -22,7 +22,13 @@ __device__ inline void decide_packets(const Call& call, const Events& e, Words& 
     u32 missing = peers;
     const auto come = [&](int p) {
         const u32 moved = ptx::load_acquire_sys(&own.moved[p]);  // before the claim
-        return is_sent(ptx::load_acquire_sys(&own.packet[p]), call.epoch) || reached(moved, call.epoch);
+        const bool sent = is_sent(ptx::load_acquire_sys(&own.packet[p]), call.epoch);
+        if (sent && !e.known) {
+            const Head* head = head_at(call, e, call.me, p);
+            e.patience.memory->got[p] = head->given;
+            e.patience.memory->loads[p] = static_cast<i64>(head->tokens) * e.choices;
+        }
+        return sent || reached(moved, call.epoch);
     };
     const Phase phase = static_cast<Phase>(kForPacket);
     bool fine = !warp_failed(call) && wait_patiently(call, e.patience, phase, own.behind, missing, come);
@@ -35,6 +41,10 @@ __device__ inline void decide_packets(const Call& call, const Events& e, Words& 
     const u32 came = __ballot_sync(0xffffffffu, here);
     const u32 gone = missing & ~came;
     fine = fine && (gone == 0 || give_up_on(call, own, e.patience, phase, gone));
+    if (gone != 0 && !e.known && e.patience.budget != kWhole) {
+        const i64 price = price_of(*e.patience.memory, call.group->ranks);
+        if (gone >> lane & 1) e.patience.memory->given[lane] += price;  // comes with the next packet
+    }
     // A packet is of the same call of the same layer, or ranks do not call alike; so where one whom this rank
     // served goes on without a gradient.
     const bool alike = !fine || (here ? head_at(call, e, call.me, lane)->note == e.note

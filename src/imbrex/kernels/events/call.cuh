@@ -5,7 +5,6 @@
 namespace claims {
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
-constexpr int kMostPeers = 16;
 enum Step { kSend = 0, kExpand = 1, kReply = 2, kSum = 3, kCombine = 4, kRefuse = 5, kSettle = 6 };
 
 // By value. The host reads it: `kernels.structs`. T: `room`, most tokens of a rank.
@@ -41,6 +40,7 @@ struct Events {
 struct Head {
     int tokens;  // of a backward: kNothing where its choices here do not count
     int note;
+    i64 given;  // of this rank's budget to that peer, so far
 };
 constexpr int kNothing = -1;
 

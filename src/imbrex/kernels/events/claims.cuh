@@ -28,6 +28,11 @@
 // quantile that is asked for, times a factor. The turn to write has that of packets, since it is part of the
 // same wait. A wait that was given up counts as endless, so that no more than the rest is ever given up.
 //
+// A budget of dropped choices, in 1 / kWhole of one. Every call earns a share of this rank's choices and pays
+// for those that the last one dropped; with each packet goes a part of what is left, as a number of all that
+// went that way so far, so that one that comes too late takes nothing with it for good. What it is for says
+// overlap/events/budget.py, which does the same on the host.
+//
 // Example, p75 of the waits 3 1 9 2 us: 3 us, while none of them was given up.
 #pragma once
 #include "peers/protocol.cuh"
@@ -66,6 +71,7 @@ constexpr int kLearnt = 2;    // waits that have limits: for packets, for replie
 constexpr u32 kEndless = 0xffffffff;
 constexpr u32 kWhole = 100000;  // of a share
 constexpr int kShift = 6;       // waits are in units of 64 ns
+constexpr int kMostPeers = 16;
 
 // A layer's, zeroed once. The host reads it: `kernels.structs`.
 struct Memory {
@@ -73,6 +79,12 @@ struct Memory {
     u32 gave_up;         // 1 + the last call in which it gave somebody up
     u64 began;           // the call under way
     u64 limit[kLearnt];  // ns; 0: none was learnt yet
+    i64 earned;             // less what dropped choices took
+    i64 gift;               // to each peer, in the call under way
+    i64 given[kMostPeers];  // so far, by peer
+    i64 got[kMostPeers];
+    i64 loads[kMostPeers];  // choices of a call, by rank
+    u32 dropped;         // choices that are not paid for
     u32 seen[kLearnt];   // waits so far
     u32 waits[kLearnt][kMemory];
 };
@@ -83,6 +95,7 @@ struct Patience {
     Memory* memory;
     u32 epsilon;
     u32 every;
+    u32 budget;    // share of all choices that may be dropped, in 1 / kWhole; kWhole: any
     u32 share;     // of the waits that are shorter than what is learnt, in 1 / kWhole; 0: tau is given
     float factor;  // times of a usual call, from its begin; 0: waits count from when few are missing
 };
@@ -109,6 +122,41 @@ __device__ __forceinline__ Words& words_of(const Group& group, i64 at, int rank)
 __device__ __forceinline__ bool may_spend(const Patience& patience) {
     const u32 call = patience.memory->calls, before = patience.memory->gave_up;
     return before == 0 || before == 1 + call || (before - 1) / patience.every != call / patience.every;
+}
+
+// What is left of the budget here.
+__device__ __forceinline__ i64 left_of(const Memory& memory) {
+    i64 left = memory.earned;
+#pragma unroll 1
+    for (int p = 0; p < kMostPeers; ++p) left += memory.got[p] - memory.given[p];
+    return left;
+}
+
+// Of a packet or a reply: of an even packet of the largest rank, as far as its peers have told.
+__device__ __forceinline__ i64 price_of(const Memory& memory, int ranks) {
+    i64 largest = 0;
+#pragma unroll 1
+    for (int p = 0; p < kMostPeers; ++p) largest = max(largest, memory.loads[p]);
+    return static_cast<i64>(kWhole) * largest / ranks;
+}
+
+// Whether so many packets and replies may be done without.
+__device__ __forceinline__ bool covers(const Patience& patience, int ranks, int pairs) {
+    if (patience.budget == kWhole) return true;
+    __syncwarp();  // what other lanes received
+    const Memory& memory = *patience.memory;
+    return left_of(memory) >= max(pairs * price_of(memory, ranks), i64{1});
+}
+
+// A call of so many own choices begins. One lane.
+__device__ inline void earn(const Patience& patience, int choices, int ranks, int me) {
+    Memory& memory = *patience.memory;
+    if (patience.budget == kWhole) return;
+    memory.earned += static_cast<i64>(patience.budget) * choices - static_cast<i64>(kWhole) * memory.dropped;
+    memory.dropped = 0;
+    memory.loads[me] = choices;
+    const i64 left = left_of(memory), down = left < 0 ? ranks - 1 : 0;
+    memory.gift = (left - down) / ranks;  // rounded down, as on the host
 }
 
 // A rank on whom one gave up and that has made no call since, for the time-out, is lost.
@@ -207,8 +255,12 @@ __device__ inline bool wait_patiently(const Call& call, const Patience& patience
         if (static_cast<u32>(__popc(missing | behind)) <= patience.epsilon) {
             const u64 now = ptx::global_timer();
             if (since == 0) since = now;
+            // Who sends no packet, or refuses one, is refused or does without the reply later.
+            const int pairs = __popc(missing) * (phase == static_cast<Phase>(kForReply) ? 1 : 2);
+            const bool affords = may && covers(patience, call.group->ranks, pairs);
             const u64 from = whole ? patience.memory->began : since;
-            const bool over = (missing & ~behind) == 0 || (may && now - from >= tau_ns);
+            const bool over = (missing & ~behind) == 0 ||
+                              (may && now - from >= tau_ns && affords);
             // The clock of one lane: they read it at different times.
             if (__shfl_sync(0xffffffffu, over, 0)) return true;
         }

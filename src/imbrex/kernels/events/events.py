@@ -35,6 +35,7 @@ from imbrex.kernels.routing.routed import Routed, Sizes, empty_routed
 from imbrex.kernels.structs import struct
 
 Events = struct("events/call.cuh", "Events")
+Head = struct("events/call.cuh", "Head")
 Words = struct("events/claims.cuh", "Words")
 Memory = struct("events/claims.cuh", "Memory")
 PatienceWords = struct("events/claims.cuh", "Patience")
@@ -85,7 +86,7 @@ class Room:
     def parts(self) -> dict[str, int]:
         """Bytes of the parts of a heap behind its control words, in their order."""
         choices, rows = 4 * self.ranks * self.tokens * self.choices, (self.ranks - 1) * self.tokens
-        parts = {"words_at": ctypes.sizeof(Words), "heads_at": 8 * self.ranks}
+        parts = {"words_at": ctypes.sizeof(Words), "heads_at": ctypes.sizeof(Head) * self.ranks}
         parts |= {"counts_at": 4 * self.ranks * self.most_slots, "parts_at": 4 * INDEXERS * self.slots}
         parts |= {"choices_at": 2 * choices, "gates_at": choices, "values_at": choices}
         return parts | dict.fromkeys(("packets_at", "replies_at"), rows * self.row_bytes)
@@ -95,7 +96,8 @@ class Patience:
     """The time that a layer's calls wait for the last `epsilon` peers, and its memory of them.
 
     share, factor: where it is learnt. As long as that share of the last waits took; with a factor, until a
-    call has taken that many times as long as that share of the last did.
+    call has taken that many times as long as that share of the last did. budget: share of all choices that
+    may be dropped; 1: any.
     """
 
     def __init__(
@@ -107,11 +109,13 @@ class Patience:
         *,
         share: float = 0.0,
         factor: float | None = None,
+        budget: float = 1.0,
     ) -> None:
         self.tau_ns = ENDLESS if tau_s * 1e9 >= ENDLESS else round(tau_s * 1e9)
         self.epsilon, self.every = epsilon, min(every, MOST_CALLS)
         # 0 says that nothing is learnt.
         self.share, self.factor = max(round(share * WHOLE), bool(share)), factor or 0.0
+        self.budget = round(budget * WHOLE)
         self.memory = torch.zeros(ctypes.sizeof(Memory) // 4, dtype=torch.int32, device=device)
 
     def none(self) -> Patience:
@@ -127,6 +131,7 @@ class Patience:
             memory=self.memory,
             epsilon=self.epsilon,
             every=self.every,
+            budget=self.budget,
             share=self.share,
             factor=self.factor,
         )

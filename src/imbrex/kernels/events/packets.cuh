@@ -24,6 +24,7 @@ __device__ inline void decide_turn(const Call& call, const Events& e, Words& own
         if (!e.known) {
             ++e.patience.memory->calls;
             e.patience.memory->began = ptx::global_timer();
+            earn(e.patience, e.tokens * e.choices, call.group->ranks, call.me);
         }
     }
     __syncwarp();
@@ -32,6 +33,8 @@ __device__ inline void decide_turn(const Call& call, const Events& e, Words& own
     const Phase phase = static_cast<Phase>(kForTurn);
     bool fine = !warp_failed(call) && wait_patiently(call, e.patience, phase, 0, missing, come);
     fine = fine && (missing == 0 || give_up_on(call, own, e.patience, phase, missing));
+    if (!e.known && fine && ((peers & ~missing) >> lane & 1))
+        e.patience.memory->given[lane] += e.patience.memory->gift;
     publish(call, own, kTurn, fine ? (peers & ~missing) | 1u << call.me : 0);
 }
 
@@ -229,7 +232,8 @@ __device__ inline void step_send(const Call& call, const Events& e, Words& own) 
         send_rows(call, e, counted, call.block * kWarps + warp - min(call.block, indexers),
                   call.blocks * kWarps - indexers);
     if (call.block == 0 && threadIdx.x < 32 && (open >> p & 1))
-        *head_at(call, e, p, call.me) = {counted >> p & 1 ? e.tokens : kNothing, e.note};
+        *head_at(call, e, p, call.me) = {counted >> p & 1 ? e.tokens : kNothing, e.note,
+                                         e.patience.memory->given[p]};
     if (!last_to_leave(call, own) || threadIdx.x >= 32) return;
     const bool peer = p < call.group->ranks && p != call.me, fine = open != 0 && !warp_failed(call);
     bool went = false;

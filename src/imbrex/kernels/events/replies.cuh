@@ -149,6 +149,7 @@ __device__ inline void decide_replies(const Call& call, const Events& e, Words& 
 __device__ inline void tell_choices(const Call& call, const Events& e, u32 counted) {
     const int all = e.tokens * e.choices, ranks = call.group->ranks;
     const int* position = e.position + static_cast<i64>(call.me) * e.room * e.choices;
+    u32 dropped = 0;
 #pragma unroll 1
     for (int i = call.block * kThreads + static_cast<int>(threadIdx.x); i < all;
          i += call.blocks * kThreads) {
@@ -169,7 +170,12 @@ __device__ inline void tell_choices(const Call& call, const Events& e, u32 count
             counts = counts || ((counted >> p & 1) && slot >= e.offsets[p / e.tensor] &&
                                 slot < e.offsets[p / e.tensor + 1]);
         e.kept[i] = counts;
+        dropped += !counts;
     }
+    if (e.known || e.patience.budget == kWhole) return;
+    __syncwarp();
+    dropped = __reduce_add_sync(0xffffffffu, dropped);
+    if (dropped > 0 && ptx::lane_id() == 0) atomicAdd(&e.patience.memory->dropped, dropped);
 }
 
 // Of the own tokens: replies of the ranks before this one, own rows, replies of the ranks behind it, addend.

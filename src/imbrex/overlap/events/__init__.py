@@ -142,6 +142,7 @@ class Events:
             self._agree(exchange)
             if exchange.transport.name == "nvlink":
                 patience = {"tau": self.tau, "epsilon": self.epsilon, "every": self.every}
+                patience["budget"] = self.budget
                 seat = DeviceSeat(exchange, x_TD.shape[0], **patience)
             else:
                 seat = Seat(exchange, Patience(self.tau, self.every), self.epsilon, self.budget)
@@ -152,7 +153,7 @@ class Events:
 
     def _agree(self, exchange: RowExchange) -> None:
         """Raise ValueError on every rank if ranks have other settings, or if one cannot be served."""
-        problem = why_not_events(exchange, self.epsilon, self.budget)
+        problem = why_not_events(exchange, self.epsilon)
         error = None if problem is None else ValueError(f"schedule: {problem}")
         settings = {"tau": str(self.tau), "epsilon": self.epsilon, "every": self.every}
         settings["budget"] = str(self.budget)
@@ -202,7 +203,7 @@ def why_not_patience(tau: Any, epsilon: Any, every: Any = 1, budget: Any = 1.0) 
     return None
 
 
-def why_not_events(exchange: RowExchange, epsilon: int, budget: float = 1.0) -> str | None:
+def why_not_events(exchange: RowExchange, epsilon: int) -> str | None:
     """Why this exchange cannot be run by events, or `None`."""
     transport, geometry = exchange.transport, exchange.geometry
     if transport.device.type != "cpu" and transport.name != "nvlink":
@@ -213,8 +214,6 @@ def why_not_events(exchange: RowExchange, epsilon: int, budget: float = 1.0) -> 
             "events over nvlink move tokens as they are, and sums also as fp8; give codec={'combine': 'fp8', "
             "'dispatch_backward': 'fp8'} or none, or use schedule='serial'"
         )
-    if transport.name == "nvlink" and budget != 1:
-        return "a budget is counted over 'alltoall' and 'allgather', not over nvlink; use every= there"
     if transport.replicated:
         return f"transport {transport.name!r} moves no rows that events could wait for; use 'alltoall'"
     if transport.name != "nvlink" and cast("Transport", transport).ranks_per_node is not None:

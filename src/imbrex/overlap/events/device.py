@@ -39,12 +39,19 @@ def wire_of(codec: Codec) -> str:
 
 
 class DeviceSeat:
-    """An exchange's kernels, which layers of the same shape share, and its own patience: tau, epsilon and
-    every are those of `Events`. All ranks make it together, in the exchange's first call: there is room for
-    as many tokens as any of them has then."""
+    """An exchange's kernels, which layers of the same shape share, and its own patience: tau, epsilon, every
+    and budget are those of `Events`. All ranks make it together, in the exchange's first call: there is room
+    for as many tokens as any of them has then."""
 
     def __init__(
-        self, exchange: RowExchange, num_tokens: int, *, tau: float | str, epsilon: int, every: int
+        self,
+        exchange: RowExchange,
+        num_tokens: int,
+        *,
+        tau: float | str,
+        epsilon: int,
+        every: int,
+        budget: float,
     ) -> None:
         transport, geometry = cast("Nvlink", exchange.transport), exchange.geometry
         # host sync: once a layer
@@ -70,6 +77,7 @@ class DeviceSeat:
             transport.device,
             share=float(quantile.share) if quantile else 0.0,
             factor=quantile.factor if quantile else None,
+            budget=budget,
         )
         self._placed: Placement | None = None
         self.kernels = transport.kernels_for(self.room, self._make)

@@ -116,14 +116,14 @@ class Forward(Call):
             labels = [slot_TK.int(), self.weights_TK]
         with observer.span("dispatch", layer=layer):
             encoded = write([self.x_TD, *labels], self.wire.dispatch, self.dtype)
-            self.seat.budget.earn(self.ids_TK.numel())
+            dtype, choices, budget = DTYPES.index(self.dtype), self.ids_TK.numel(), self.seat.budget
+            budget.earn(choices)
             far_ranks = self.seat.far_behind()
             self._say(self.ledger.skip(far_ranks))
             for peer in self.seat.peers:
                 if peer not in far_ranks:
                     body = encoded.index_select(0, self.tokens[peer])
-                    about = (DTYPES.index(self.dtype), self.seat.budget.give(), 0, 0, 0)
-                    self.post(peer, Kind.PACKET, body, about)
+                    self.post(peer, Kind.PACKET, body, (dtype, budget.give(peer), choices, 0, 0))
         own = Packet(rows_ND=self.x_TD, slot_NK=slot_TK, weights_NK=self.weights_TK)
         self.packets[self.geometry.rank] = own
         self.count_load()
@@ -156,7 +156,7 @@ class Forward(Call):
                 since = self.began if patience.from_begin else self.since
                 if ledger.is_decided:
                     left = 0.0
-                elif seat.budget.covers(len(ledger.missing)):
+                elif seat.budget.covers(ledger.open_pairs):
                     left = since + patience.seconds(self.call, self._stage) - now
             if left <= 0:
                 self._give_up()
@@ -170,7 +170,11 @@ class Forward(Call):
         for peer in peers:
             with self.exchange.observer.span("give_up", layer=self.exchange.layer, peer=peer):
                 pass  # a mark in the trace
-        self._say(self.ledger.give_up())
+        messages = self.ledger.give_up()
+        self._say(messages)
+        for peer, kind in messages:
+            if kind is Kind.REFUSED:
+                self.seat.budget.refuse(peer)
         self.seat.miss(peers)
         if spent:
             self.gave_up = True

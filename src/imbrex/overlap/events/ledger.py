@@ -117,6 +117,12 @@ class Ledger:
         return packets | {p for p, state in enumerate(self.home) if state is Home.AWAITED}
 
     @property
+    def open_pairs(self) -> int:
+        """Packets and replies of the missing peers that are not here."""
+        awaited = ((self.host[p] is Host.AWAITED) + (self.home[p] is Home.AWAITED) for p in self.missing)
+        return sum(awaited)
+
+    @property
     def behind(self) -> set[int]:
         """Peers on whom this rank has given up in this call."""
         refused = {p for p, state in enumerate(self.host) if state is Host.REFUSED}

@@ -150,7 +150,7 @@ class Seat:
         if math.isinf(self.patience.seconds(self.calls)):
             return []
         far_ranks = [p for p in self.peers if self.calls - self.last_call.get(p, 0) > LEAD]
-        may = len(far_ranks) <= self.epsilon and self.budget.covers(len(far_ranks))
+        may = len(far_ranks) <= self.epsilon and self.budget.covers(2 * len(far_ranks))
         return far_ranks if may else []
 
     def pump(self, timeout_s: float) -> bool:
@@ -176,10 +176,10 @@ class Seat:
 
     def _receive(self, letter: Letter) -> None:
         """Take what a packet brings of its sender's allowance: in its own call, or later."""
-        _, envelope, _ = letter
+        peer, envelope, _ = letter
         if envelope.kind == Kind.PACKET:
-            _, gift, *_ = envelope.details
-            self.budget.receive(gift)
+            _, gift, choices, *_ = envelope.details
+            self.budget.receive(peer, gift, choices)
 
     def miss(self, peers: Sequence[int]) -> None:
         """Note on whom this rank gave up. One that stays silent for the time-out is lost, however patient."""
