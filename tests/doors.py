@@ -13,7 +13,7 @@ OTHER_PEOPLES = {"super", "torch", "os", "dist", "driver", "DistributedDataParal
 """Modules and objects of others that have no public door."""
 THEIR_NAMES = {
     *("_replace", "_fields"),  # public in a named tuple
-    *("_parameters", "_buffers", "_version", "_clip_grads_with_norm_", "_module_info"),  # torch
+    *("_parameters", "_modules", "_buffers", "_version", "_clip_grads_with_norm_", "_module_info"),  # torch
     "_default_apply_gate",  # transformers
 }
 

@@ -42,6 +42,7 @@ from imbrex.router.losses import AuxLosses
 from imbrex.router.router import Router
 from imbrex.runtime.checks import expect, piece
 from imbrex.runtime.gradients import scale_gradient
+from imbrex.runtime.members import member
 from imbrex.runtime.tracing import autocast_on
 from imbrex.runtime.words import words
 from imbrex.schedule.schedulers import Scheduler
@@ -186,7 +187,7 @@ class MoELayer(nn.Module):
         if autocast_on(x):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         compiling = torch.compiler.is_compiling()
-        gate = self.gate  # which nn.Module finds in a call of Python's, after an error that it hides
+        gate, experts = member(self, "gate"), member(self, "experts")
         if not compiling:
             self._check(x, kept_TK, together=gate.is_collective)
         flat = x.dim() == 2
@@ -199,7 +200,7 @@ class MoELayer(nn.Module):
         if self.mean_over > 1 and torch.is_grad_enabled():
             output = self._run_for_mean(x_TD, routing, shared)
         else:
-            output = self.strategy.run(x_TD, routing, self.exchange, self.experts, shared)
+            output = self.strategy.run(x_TD, routing, self.exchange, experts, shared)
         # nn.Module.__setattr__ would look for parameters and buffers first, in ten calls.
         if output.kept_TK is not None:
             routing = routing.keep(output.kept_TK)

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import host_time
+from torch.nn.utils import parametrize
 
 from imbrex.bench.results import check_results
+from imbrex.runtime.members import member
 from imbrex.runtime.tracing import Node
 from tests.ranks.forked import run_code
 
@@ -45,6 +47,10 @@ for tokens in (300, 16):
         host_time.Idle.launches = 0
         print(len(files_of(call)), host_time.Idle.launches)
     print(nodes(layer(x).grad_fn))
+hidden, look_up = [], torch.nn.Module.__getattr__
+torch.nn.Module.__getattr__ = lambda module, name: hidden.append(name) or look_up(module, name)
+step()
+print(hidden)
 sys.stdout.flush()
 os._exit(0)
 """
@@ -54,8 +60,9 @@ def test_a_step_from_a_record_makes_few_calls(tmp_path: Path) -> None:
     """Calls of the package's functions by a forward and by a step, and launches; then autograd's nodes: the
     gate, the rest of the layer and four leaves. Of 300 tokens, then of 16, both of whose products one launch
     makes where no backward follows."""
-    said = run_code(COUNT, str(tmp_path), folder=tmp_path)
-    lines = [tuple(map(int, line.split())) for line in said.splitlines()[:6]]
+    *said, hidden = run_code(COUNT, str(tmp_path), folder=tmp_path).splitlines()[:7]
+    assert hidden == "[]", "nn.Module's own look-up, behind an error: use runtime.members"
+    lines = [tuple(map(int, line.split())) for line in said]
     for (forward, launches), (step, all_launches), (nodes,), least in (
         (*lines[:3], 6),
         (*lines[3:], 5),
@@ -63,6 +70,32 @@ def test_a_step_from_a_record_makes_few_calls(tmp_path: Path) -> None:
         assert forward <= 90
         assert step <= 125
         assert (launches, all_launches, nodes) == (least, 15, 6)
+
+
+def test_a_member_is_what_the_module_says() -> None:
+    """A parametrized weight is no parameter of the module's any more, nor is one that a call replaces."""
+    inner = torch.nn.Linear(2, 2, bias=False)
+    outer = torch.nn.Sequential(inner)
+    assert member(outer, "0") is inner
+    assert member(inner, "weight") is inner.weight
+    assert member(inner, "in_features") == 2
+    other = {"weight": torch.ones(2, 2)}
+    (x,) = torch.func.functional_call(_Own(), other, ())
+    assert x is other["weight"]
+    parametrize.register_parametrization(inner, "weight", torch.nn.Tanh())
+    assert torch.equal(member(inner, "weight"), inner.weight)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        member(inner, "nothing")
+
+
+class _Own(torch.nn.Linear):
+    """A module that gives its own weight."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2, bias=False)
+
+    def forward(self) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return (member(self, "weight"),)
 
 
 class _Double(Node):

@@ -49,6 +49,7 @@ from imbrex.kernels.records import Noted, recording
 from imbrex.kernels.routing.routed import Routed, Sizes
 from imbrex.kernels.rows.weights import run_spread
 from imbrex.runtime.deferred import recording as recording_gradients
+from imbrex.runtime.members import member
 from imbrex.runtime.tracing import Node, differentiated, once_differentiable, seen, traced
 from imbrex.transport.nvlink import Nvlink, Sms
 
@@ -216,8 +217,8 @@ class Recorder:
             check_products(x_TD.get_device())
             if not self.dispatcher.promised:
                 self._agree_on_rows()
-            ends = (y_TD,) if added_TD is None else (y_TD, added_TD)
-            kernels.launch_again(record.last, ("combine",), *[tensor.data_ptr() for tensor in ends])
+            ends = () if added_TD is None else (added_TD.data_ptr(),)
+            kernels.launch_again(record.last, ("combine",), y_TD.data_ptr(), *ends)
         return y_TD, pieces
 
     def _weights_of(self, x_TD: Tensor, routing: Routing, experts: Any) -> tuple[Tensor, Tensor] | None:
@@ -227,7 +228,7 @@ class Recorder:
             return None
         if experts.implementation != "kernels" or not experts.inputs_unchanged:
             return None
-        gate_up, down = experts.gate_up_proj, experts.down_proj
+        gate_up, down = member(experts, "gate_up_proj"), member(experts, "down_proj")
         if seen(x_TD, ids_TK, weights_TK, gate_up, down):
             return None
         if dispatcher.observer.enabled or dispatcher.transport.capturing:
@@ -366,7 +367,7 @@ class Recorder:
         kernels, d_y_TD = dispatcher.kernels_of(memory.tokens), d_y_TD.contiguous()
         tokens, between, home = d_y_TD.shape[0], new_piece(scratch.nbytes, piece.device), needs[0] or needs[1]
         d_x_TD = torch.empty_like(d_y_TD) if home else None
-        d_weights_TK = d_y_TD.new_empty((tokens, choices), dtype=torch.float32) if home else None
+        d_weights_TK = d_y_TD.new_empty(tokens, choices, dtype=torch.float32) if home else None
         gradients = [new_gradient(w) if need else None for w, need in zip(weights, needs[2:], strict=True)]
         at = [0 if t is None else t.data_ptr() for t in (piece, between, *weights, *gradients)]
         key = size, kernels.serial, needs, tokens, kernels.next_buffer("pull", peek=True), *at

@@ -493,8 +493,8 @@ class Blank:
 
     def launch(self, *addresses: int) -> None:
         words, pointers = self._copies.get(threading.get_ident()) or self._copy()
-        for place, address in zip(self._places, addresses, strict=True):
-            words[place] = address
+        for number, place in enumerate(self._places):  # 2000 instructions less than a strict `zip`
+            words[place] = addresses[number]
         kernel = self._kernel
         kernel.start(self._queues, torch._C._cuda_getCurrentRawStream(kernel.device), pointers)
 

@@ -17,6 +17,7 @@ from imbrex.router.logits import logits
 from imbrex.router.losses import AuxLosses, auxiliary_losses
 from imbrex.router.node import gate_by_kernels, is_one_node
 from imbrex.router.sparsemixer import sparsemixer
+from imbrex.runtime.members import member
 from imbrex.runtime.tracing import autocast_on
 
 
@@ -100,7 +101,7 @@ class Router(nn.Module):
 
         Raises ValueError for shapes or dtypes that do not fit.
         """
-        weight_ED = self.weight
+        weight_ED = member(self, "weight")
         self._check(x_TD, weight_ED.shape[1], num_sequences, kept_TK)
         given_TK = kept_TK if self.gate.capacity is None else None
         if autocast_on(x_TD):

@@ -295,12 +295,12 @@ class Nvlink(Collective):
         if self._closed:
             self._refuse_closed()
         words = self._board.tell(value << 1 | (not fine), note, self.check)
-        wrong = None
+        values, wrong = [], None
         for rank, word in enumerate(words):
-            if word & 1:
+            values.append(word >> 1)
+            if word & 1 and wrong is None:
                 wrong = rank
-                break
-        return [word >> 1 for word in words], wrong
+        return values, wrong
 
     def check(self, *, synchronize: bool = False) -> None:
         """Raise `ExchangeError` if a call has failed, on any heap; see `NvlinkExchange.check`."""

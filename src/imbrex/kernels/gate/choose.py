@@ -224,7 +224,7 @@ def run_losses_backward(
 def _gradient(shape: torch.Size, in_parts: bool, device: torch.device) -> Tensor:
     """Room for the gradient of logits of this shape, or for its two parts."""
     kind = torch.bfloat16 if in_parts else torch.float32
-    return torch.empty((shape[0], (1 + in_parts) * shape[1]), dtype=kind, device=device)
+    return torch.empty(shape[0], (1 + in_parts) * shape[1], dtype=kind, device=device)
 
 
 def _backward_args(
@@ -242,9 +242,9 @@ def _backward_args(
 
 
 def _results(tokens: int, choice: Choice, device: torch.device) -> tuple[Tensor, Tensor]:
-    shape = tokens, choice.top_k
-    ids_TK = torch.empty(shape, dtype=torch.int64, device=device)
-    return ids_TK, torch.empty(shape, dtype=torch.float32, device=device)
+    # Sizes as numbers: torch takes a tuple for one first, which costs an error.
+    ids_TK = torch.empty(tokens, choice.top_k, dtype=torch.int64, device=device)
+    return ids_TK, torch.empty(tokens, choice.top_k, dtype=torch.float32, device=device)
 
 
 def _word(scratch: Tensor, offset: int) -> ctypes.c_void_p:
