@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import imbrex
 from imbrex.observe import Recorder
+from imbrex.overlap.events.budget import WHOLE
 from imbrex.overlap.events.seat import FEWEST
 from imbrex.placement.sharding import Topology, Work, placement_in
 from imbrex.reproduce.dropping import kept_without
@@ -264,26 +265,36 @@ def test_who_takes_longer_than_usual_calls_is_done_without(pool: Pool, tmp_path:
 BUDGET, BUDGET_CALLS = 0.1, 30
 
 
-def run_budget(ranks: Ranks) -> tuple[int, int]:
-    """Choices dropped, and all, of calls in each of which rank 3 is late."""
+def run_budget(ranks: Ranks, where: str) -> tuple[int, int, int]:
+    """Choices dropped, and all, of calls in each of which rank 3 is late; and what is left of the budget."""
     schedule = imbrex.overlap.Events(0.003, 1, budget=BUDGET)
     options = {"transport": "alltoall", "schedule": schedule}
     layer: Any = make_layer(Case(config=SMALL, options=options), ranks.group)
     x_TD, dropped, choices = tokens_of(Case(config=SMALL, tokens=(32,)), ranks.rank), 0, 0
     layer.experts = Sleepy(layer.experts, awake)
     for _ in range(BUDGET_CALLS):
-        layer.experts.sleep = partial(time.sleep, 0.03) if ranks.rank == LATE else awake
-        kept = one_step(layer, x_TD, None, False)["kept"]
-        choices += layer.routing.ids_TK.numel()
-        dropped += 0 if kept is None else int((~kept).sum())
+        late = partial(time.sleep, 0.03) if ranks.rank == LATE else awake
+        if where == "before":
+            late()
+        else:
+            layer.experts.sleep = late
+        kept = one_step(layer, x_TD, None, where == "before")["kept"]
+        choices += kept.numel()
+        dropped += int((~kept).sum())
         dist.barrier(ranks.group)
-    return dropped, choices
+    (seat,) = schedule._seats.values()
+    while seat.pump(0.2):
+        pass  # packets that came too late for the last call
+    return dropped, choices, seat.budget.left + sum(seat.budget.owed)
 
 
-def test_a_budget_is_spent_and_no_more(pool: Pool) -> None:
-    """What rank 3 earned, too, by those that do without it: each by itself could drop 3/4 of it."""
-    dropped, choices = (sum(of_ranks) for of_ranks in zip(*pool.run(4, run_budget), strict=True))
+@pytest.mark.parametrize("where", ["before", "experts"])
+def test_a_budget_is_spent_and_no_more(pool: Pool, where: str) -> None:
+    """What rank 3 earned, too, by those that do without it: each by itself could drop 3/4 of it. What comes
+    too late, or is refused, takes nothing with it."""
+    dropped, choices, left = (sum(of_ranks) for of_ranks in zip(*pool.run(4, run_budget, where), strict=True))
     assert 0.77 * BUDGET < dropped / choices < BUDGET + 1 / BUDGET_CALLS / 4
+    assert left == WHOLE * (BUDGET * choices - dropped)
 
 
 def _wrong(ranks: Ranks, what: str) -> list[str]:

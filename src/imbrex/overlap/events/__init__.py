@@ -41,9 +41,8 @@ class Events:
     epsilon: how many peers a rank may do without in a call. Their choices are dropped, and `kept_TK` says so.
     every: of so many calls in a row a rank does without anybody in one at most; 1: in any. All ranks count
         alike, so the calls in which they do without the same late peer are the same.
-    budget: share of all ranks' choices that may be dropped, counted from the first call on; 1: any. What is
-        not dropped now may be later. It is kept but for what one call drops beyond an even share, and for
-        what a late rank has not heard yet.
+    budget: share of all ranks' choices that a layer may drop, counted from its first call on; 1: any. What is
+        not dropped now may be later. Even choices never exceed it, others by less than a call's.
 
     With an infinite tau or an epsilon of 0 the numbers are `serial`'s to the bit. The time-out of an exchange
     is another thing: a rank that is silent for so long is lost, however patient its peers are.
