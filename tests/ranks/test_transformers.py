@@ -5,7 +5,9 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.expert_parallel import EPImplementationInterface
 
 import imbrex
-from imbrex.adapters.transformers import InPlace, register
+from imbrex.adapters.transformers import InPlace, _begin, register
 from tests.poison import real_empty
 from tests.ranks.pool import PRELOADED, Pool, Ranks
 from tests.tiny_models import model_of
@@ -71,6 +73,40 @@ def moved(ranks: Ranks, shared: bool, stock: bool, empty: bool):
 def test_outputs_and_gradients_are_those_of_all_experts_on_one_rank(pool, shared, empty, stock):
     counts = pool.run(8, moved, shared, stock, empty)
     assert counts == ([4, 0] * 4 if empty else [5] * 8 if shared else [4, 5] * 4)
+
+
+def one_compiled(ranks: Ranks) -> str:
+    """What each of two ranks is told that hold the same tokens and train, where one is compiled; both have
+    run forward before, plain and so."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2,))
+    part: Any = model_of("qwen2_moe").get_submodule("model.layers.0.mlp.experts")
+    for name, parameter in list(part.named_parameters()):
+        setattr(part, name, nn.Parameter(parameter.detach()[:3].clone()))
+    part.num_experts, part._is_expert_parallel = 3, True
+    register()
+    experts = EPImplementationInterface()["imbrex"](part, mesh, mesh)
+    x, ids, weights = torch.ones(5, 16), torch.tensor([[1, 4]] * 5), torch.ones(5, 2)
+    run = torch.compile(experts.__call__, backend="eager") if ranks.rank else experts
+    with torch.no_grad():
+        assert torch.equal(experts(x, ids, weights), run(x, ids, weights))
+    with pytest.raises(ValueError, match="transformers shares a model by tp_size: compile all") as caught:
+        run(x.requires_grad_(), ids, weights)
+    return str(caught.value)
+
+
+def test_training_where_one_of_the_ranks_that_share_a_model_is_compiled_is_refused(pool: Pool) -> None:
+    assert len({*pool.run(2, one_compiled)}) == 1
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+def test_a_rank_compiled_alone_before_the_first_call_reads_why(shared: int) -> None:
+    """It makes the first exchange as it traces, and the others stand in a sum of transformers' then."""
+    lost = Mock(begin=Mock(side_effect=imbrex.RankLostError("rank 1 lost its peers in plan")))
+    meshes = {"ep_mesh": Mock(**{"size.return_value": 2}), "tp_mesh": Mock(**{"size.return_value": shared})}
+    said = "in plan; ranks that share a model .tp_size. compile it all or none" if shared > 1 else "in plan$"
+    with pytest.raises(imbrex.RankLostError, match=said):
+        _begin(SimpleNamespace(**meshes, experts=nn.Module(), seat=lost), 16, 2, torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
-from imbrex import Dispatched, Exchange, Routing, overlap
+from imbrex import Dispatched, Exchange, RankLostError, Routing, overlap
 from imbrex.contracts import Codec, RowForm, Strategy, Transport, Wire
 from imbrex.experts import Experts, ExternalExperts
 from imbrex.overlap import Scheduler
@@ -287,6 +287,9 @@ def _implementation(choices: Choices) -> type:
         def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             if not self.seat.begun:
                 _begin(self, hidden_states.shape[1], top_k_index.shape[1], hidden_states.dtype)
+            if self.tp_mesh.size() > 1 and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                # transformers' own sums over these ranks come in another order in a compiled backward.
+                self.seat.exchange.dispatcher.uncompiled = True
             over = self.mean_over
             if over > 1 and torch.is_grad_enabled():
                 hidden_states, top_k_weights = (
@@ -307,7 +310,13 @@ def _begin(implementation: Any, width: int, top_k: int, dtype: torch.dtype) -> N
     """Make the seat ready at the first call: FSDP may have come since the implementation was made."""
     meshes = implementation.ep_mesh, implementation.tp_mesh
     implementation.mean_over = spare_copies(implementation.experts, *meshes)
-    implementation.seat.begin(width, top_k, dtype)
+    try:
+        implementation.seat.begin(width, top_k, dtype)
+    except RankLostError as error:
+        if meshes[1].size() == 1:
+            raise
+        sentence = "ranks that share a model (tp_size) compile it all or none, or call it once before"
+        raise RankLostError(f"{error}; {sentence}") from error
 
 
 class InPlace:

@@ -41,7 +41,8 @@ EQUAL = {
     4: "the placement (its checksum; every rank must relocate between the same two calls)",
     DTYPE: "the dtype of x",
     CHUNKS: "the number of chunks (a compiled layer has 1, as schedule='serial'; 0 is a check of the input "
-    "alone, -1 one chunk of another schedule, or of Serial(keep_rows=False))",
+    "alone, -1 one chunk of another schedule, of Serial(keep_rows=False), or of training where transformers "
+    "shares a model by tp_size: compile all ranks there, or none)",
     BACKWARDS: "the layers gone back through since the last call (a checksum of their order)",
 }
 """The header's values that must be equal on all ranks, by index, and their names in error messages."""
