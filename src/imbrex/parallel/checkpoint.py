@@ -174,7 +174,7 @@ def _state_to_write(
 
 def _digests(partial: Path, group: dist.ProcessGroup | None) -> files.Digests:
     """Checksums of the files that this rank wrote: torch numbers files by the writer's rank in the group."""
-    rank = dist.get_rank(group) if _distributed() else 0
+    rank = _rank(group)
     names = [path.name for path in partial.glob(f"__{rank}_*")]
     names += [".metadata"] if rank == 0 else []
     return {name: files.digest(partial / name) for name in names}
@@ -221,7 +221,7 @@ def _fill(state: dict[str, Any], model: nn.Module, optimizer: Optimizer | None) 
 
 def _share(names: list[str], group: dist.ProcessGroup | None) -> list[str]:
     """This rank's part of `names`: the disk that all read from is read once."""
-    return names[dist.get_rank(group) :: _ranks(group)] if _distributed() else names
+    return names[_rank(group) :: _ranks(group)]
 
 
 def _state_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Any], dict[str, Layout]]:
@@ -299,9 +299,9 @@ def _dcp(
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 call(state, process_group=group, no_dist=not _distributed(), **pieces)
         except CheckpointException as error:
-            for failure, _ in error.failures.values():
-                if not isinstance(failure, Exception):
-                    raise failure from None
+            own, _ = error.failures.get(_rank(group), (None, None))
+            if own is not None and not isinstance(own, Exception):
+                raise own from None
             errors = [f"rank {rank}: {type(f).__name__}: {f}" for rank, (f, _) in error.failures.items()]
             raise OSError(f"{what}: {'; '.join(errors)}") from None
 
@@ -316,8 +316,12 @@ def _ranks(group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(group) if _distributed() else 1
 
 
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return dist.get_rank(group) if _distributed() else 0
+
+
 def _is_first(group: dist.ProcessGroup | None) -> bool:
-    return not _distributed() or dist.get_rank(group) == 0
+    return _rank(group) == 0
 
 
 def _whole(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
