@@ -5,7 +5,8 @@ Python and torch's dispatcher run as on a GPU, with tensors that say they are on
 the rows mean nothing. Only the driver's call of a launch and torch's products are left out, memory is the
 CPU's, and the ranks are one, which waits for nobody: times lack the launches (2 to 5 us each on a GPU), the
 products and the meeting of hosts. Calls of Python functions and of torch's operators are counted exactly;
-times are medians, for comparing versions on one machine.
+times are medians, for comparing versions on one machine. `valgrind --tool=callgrind python
+benchmarks/host_time.py --steps 300`, less what it says of 100 steps, are the instructions of 200.
 
 `--gpu` times the layer itself on a GPU, one rank, until the call returns, with nothing queued before it, and
 writes results/host_time.json; with checksums of what it gives, by which versions are told to have the same
@@ -477,6 +478,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=300, help="more than 256 go the long way (300)")
     parser.add_argument("--repeats", type=int, default=300)
     parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="where the time goes")
+    parser.add_argument("--steps", type=int, metavar="N", help="N steps alone, for who counts instructions")
     parser.add_argument("--gpu", nargs="*", type=int, metavar="TOKENS", help="on a GPU, of so many tokens")
     parser.add_argument("--processes", type=int, default=1, help="the median of so many, with --gpu")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where --gpu writes its rows")
@@ -494,6 +496,10 @@ def main() -> None:
     needs, d_y = x.requires_grad_(), torch.randn_like(x)
     forward, step = forward_and_step(layer, needs, d_y)
 
+    if args.steps:
+        for _ in range(args.steps):
+            step()
+        os._exit(0)
     report("forward", forward, args.repeats, args.profile)
     report("training step", step, args.repeats, args.profile)
     time_deep_ep(args.model, args.tokens, args.repeats, args.profile)
