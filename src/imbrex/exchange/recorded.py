@@ -42,6 +42,7 @@ from imbrex.kernels.ffn import both
 from imbrex.kernels.ffn.ffn import Saved, Slots, ffn, ffn_backward, run_gradients, run_products
 from imbrex.kernels.ffn.glue import Groups
 from imbrex.kernels.ffn.widths import fits
+from imbrex.kernels.fused.few import run_few, why_not_few
 from imbrex.kernels.gemm.gemm import check_products
 from imbrex.kernels.gemm.portable import is_portable
 from imbrex.kernels.jit import launch_all
@@ -110,6 +111,17 @@ class Pattern(NamedTuple):
     key: int
     choices: int
     one_launch: bool | None
+
+
+class _Places(NamedTuple):
+    """Where a forward that is recorded writes. gate_up_RG: `None` if it is not kept."""
+
+    routed: Routed
+    rows_RD: Tensor
+    groups: RowGroups
+    gate_up_RG: Tensor | None
+    act_RF: Tensor
+    out_RD: Tensor
 
 
 Call = tuple[NvlinkExchange, Part, Pattern]
@@ -186,6 +198,8 @@ class Recorder:
             pattern = Pattern(memory, size, dispatcher.key, routing.ids_TK.shape[1], one_launch)
             self._patterns[size] = pattern
         call = kernels, part, pattern
+        if dispatcher.transport.capturing and (keep or not part.is_small):
+            return self._by_steps(part, x_TD, routing, weights, added_TD, one_launch)
         if keep:
             y_TD: Any = _Whole.apply(*leaves, added_TD, (self, call, routing.ids_TK))
             return y_TD
@@ -207,7 +221,7 @@ class Recorder:
         buffer = 0 if part.is_small else kernels.next_buffer("pull", peek=True)
         at = [tensor.data_ptr() for tensor in (*pieces, *weights)]
         key = pattern.size, x_TD.shape[0], buffer, added_TD is not None, *at
-        record = self._records.get(key)
+        record = None if self.dispatcher.transport.capturing else self._records.get(key)
         if record is None:
             self._launch_recording(key, call, pieces, tokens, weights, added_TD, y_TD)
         else:
@@ -231,7 +245,8 @@ class Recorder:
         gate_up, down = member(experts, "gate_up_proj"), member(experts, "down_proj")
         if seen(x_TD, ids_TK, weights_TK, gate_up, down):
             return None
-        if dispatcher.observer.enabled or dispatcher.transport.capturing:
+        transport = dispatcher.transport
+        if dispatcher.observer.enabled or (transport.capturing and not transport.one_kernel):
             return None
         shape = down.shape
         if shape != self._served and not self._serves(shape):
@@ -304,37 +319,77 @@ class Recorder:
         y_TD: Tensor,
     ) -> None:
         """Launch the kernels of a call in the usual way, and keep the record."""
-        kernels, part, (memory, *_, one_launch) = call
-        sms, choosing, load = self.dispatcher.sms, self.dispatcher.choosing, self.dispatcher.transport.load
+        kernels, part, (memory, *_) = call
         words, rows_RD, *groups, gate_up_RG, act_RF, out_RD = (place.of(pieces) for place in memory[:9])
-        routed = Routed.of_words(words, _sizes(kernels.shape))
-        row_groups = RowGroups(*groups)
+        places = _Places(
+            Routed.of_words(words, _sizes(kernels.shape)),
+            rows_RD,
+            RowGroups(*groups),
+            gate_up_RG if len(gate_up_RG) else None,
+            act_RF,
+            out_RD,
+        )
         with recording() as tape:
-            if part.is_small:
-                to = {"groups": row_groups, "memory": (rows_RD[None], routed)}
-                kernels.dispatch_small(*tokens, sms.small, **to, **choosing)
-                expected, rows_RD = kernels.shape.mean_rows(part.max_tokens), rows_RD[: len(out_RD)]
-            else:
-                kernels.dispatch_expert(*tokens, sms.dispatch, out=rows_RD, routed=routed, **choosing)
-                run_spread(routed, len(rows_RD), len(weights[1]), row_groups, load=load)
-                expected = 0
-            news = {"expected": expected, "hits": row_groups.hits}
-            plan = Groups(row_groups.plan, **news, one_launch=one_launch)
-            into, also = (act_RF, out_RD, row_groups.weights), gate_up_RG if len(gate_up_RG) else None
-            how = {"sizes": weights[1].shape[1:], "keep": also is not None, "elsewhere": False}
-            products = 2 - (both.why_not_both(plan, **how) is None)
-            if products == 1:
-                both.run_both(rows_RD, *weights, plan, *into)
-            else:
-                run_products(rows_RD, weights, plan, *into, also)
+            launches = self._launch_rows(call, places, tokens, weights)
             self._agree_on_rows()
             sums: Sums = {"weighted": False, "addend": added_TD}
-            kernels.combine(out_RD, routed, num_sms=sms.combine, out=y_TD, **sums)
-        if len(tape) == 2 + products + (not part.is_small):  # no tape records the portable products
-            first, *between, last = tape
-            kinds = ("small",) if part.is_small else ("pull", "route")
-            ends = BLANKS[lay.Reduce] if added_TD is None else BLANKS_ADDED
-            self._keep(key, first.again(BLANKS[type(first.args[1])]), kinds, between, last.again(ends))
+            home = {"num_sms": self.dispatcher.sms.combine, "out": y_TD}
+            kernels.combine(out_RD, places.routed, **home, **sums)
+        if len(tape) != launches + 1 or self.dispatcher.transport.capturing:
+            return  # no tape records the portable products, and a graph's memory is its own
+        first, *between, last = tape
+        kinds = ("small",) if part.is_small else ("pull", "route")
+        ends = BLANKS[lay.Reduce] if added_TD is None else BLANKS_ADDED
+        self._keep(key, first.again(BLANKS[type(first.args[1])]), kinds, between, last.again(ends))
+
+    def _launch_rows(
+        self,
+        call: Call,
+        places: _Places,
+        tokens: tuple[Tensor, Tensor, Tensor],
+        weights: tuple[Tensor, Tensor],
+    ) -> int:
+        """Launch a dispatch and the experts of its rows: how many launches these are."""
+        (kernels, part, (*_, one_launch)), sms, choosing = call, self.dispatcher.sms, self.dispatcher.choosing
+        routed, rows_RD, row_groups, gate_up_RG, act_RF, out_RD = places
+        expected = kernels.shape.mean_rows(part.max_tokens) if part.is_small else 0
+        plan = Groups(row_groups.plan, expected=expected, hits=row_groups.hits, one_launch=one_launch)
+        how = {"sizes": weights[1].shape[1:], "keep": gate_up_RG is not None, "elsewhere": False}
+        in_one = both.why_not_both(plan, **how) is None
+        if not part.is_small:
+            load = self.dispatcher.transport.load
+            kernels.dispatch_expert(*tokens, sms.dispatch, out=rows_RD, routed=routed, **choosing)
+            run_spread(routed, len(rows_RD), len(weights[1]), row_groups, load=load)
+        elif in_one and self._launch_few(kernels, places, tokens, weights):
+            return 1
+        else:
+            to = {"groups": row_groups, "memory": (rows_RD[None], routed)}
+            kernels.dispatch_small(*tokens, sms.small, **to, **choosing)
+        rows_RD, into = rows_RD[: len(out_RD)], (act_RF, out_RD, row_groups.weights)
+        if in_one:
+            both.run_both(rows_RD, *weights, plan, *into)
+        else:
+            run_products(rows_RD, weights, plan, *into, gate_up_RG)
+        return 2 + (not in_one) + (not part.is_small)
+
+    def _launch_few(
+        self,
+        kernels: NvlinkExchange,
+        places: _Places,
+        tokens: tuple[Tensor, Tensor, Tensor],
+        weights: tuple[Tensor, Tensor],
+    ) -> bool:
+        """Launch the dispatch of a small batch and its experts in one, if the transport is to and can."""
+        dispatcher = self.dispatcher
+        if not dispatcher.transport.one_kernel:
+            return False
+        memory = places.rows_RD[None], places.routed
+        inputs, sms = (*tokens, None), dispatcher.sms.small
+        small = kernels.small_call(inputs, sms, places.groups, memory, dispatcher.choosing)
+        if why_not_few(kernels, small, len(weights[1])) is not None:
+            return False
+        run_few(kernels, small, [weights], (places.act_RF[None], places.out_RD[None]))
+        return True
 
     def _keep(
         self, key: Any, first: Any, kinds: tuple[str, ...], between: Sequence[Any], last: Any | None

@@ -145,6 +145,9 @@ class Nvlink(Collective):
         kernel wait for peers: two kernels that may meet on a GPU must both fit it, and those of a fused layer
         take all. Staging takes no more than the rank has that has fewest.
     beside_sms: those of every kernel that moves a chunk, with experts at work on the others.
+    one_kernel: a small batch without gradients is dispatched and computed in one kernel, if the experts are
+        imbrex's own and would take one launch for both products (`kernels.fused.few`); the same bits. Nobody
+        has timed it yet. Ranks need not agree.
 
     Raises ValueError for a number of multiprocessors below 1, NvlinkError where the kernels cannot run.
     """
@@ -165,6 +168,7 @@ class Nvlink(Collective):
         stage_sms: int = 128,
         beside_sms: int = 32,
         exact_rows: bool | None = None,
+        one_kernel: bool = False,
     ) -> None:
         sms = {"dispatch": dispatch_sms, "small": small_sms, "push": push_sms, "combine": combine_sms}
         sms |= {"stage": stage_sms}
@@ -174,7 +178,7 @@ class Nvlink(Collective):
         super().__init__(group, timeout=timeout)
         if group is not None and _uses_gpu() and self.may_run_on(group):
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.max_tokens, self.exact_rows = max_tokens, exact_rows
+        self.max_tokens, self.exact_rows, self.one_kernel = max_tokens, exact_rows, one_kernel
         self.sms = Sms(**sms)
         self.sms_beside = Sms(**dict.fromkeys(Sms.__dataclass_fields__, beside_sms))
         self._exchanges: dict[tuple[Size, int], NvlinkExchange] = {}

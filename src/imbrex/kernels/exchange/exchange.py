@@ -183,7 +183,7 @@ class NvlinkExchange:
         if self.debug:
             check_sent(self.shape, routed)
         self._poison_expired()
-        row_bytes = self._row_bytes(x)
+        row_bytes = how.bytes_of_row(self.shape, x)
         num_sms = num_sms or default_sms(row_bytes, compact=True)
         block = how.push_shape(row_bytes, self.shape.ranks, quantise=quantise)
         buffer = self.next_buffer("push")
@@ -208,7 +208,7 @@ class NvlinkExchange:
         Arguments are those of `route` and `push`. Two kernels run instead if experts may have replicas, or if
         shared memory has no room for routing beside rows.
         """
-        row_bytes = self._row_bytes(x)
+        row_bytes = how.bytes_of_row(self.shape, x)
         num_sms = num_sms or default_sms(row_bytes, compact=True)
         block = (
             how.dispatch_shape(self.shape, row_bytes, num_sms, quantise=quantise) if not self._room else None
@@ -249,7 +249,7 @@ class NvlinkExchange:
         """Pull tokens into expert-major rows [L, row_capacity, D] in normal memory. Rows past R, and padding,
         are not written. out: memory for the rows; [rows, D] if this process has one rank.
         """
-        num_sms = num_sms or default_sms(self._row_bytes(x), compact=False)
+        num_sms = num_sms or default_sms(how.bytes_of_row(self.shape, x), compact=False)
         out = self._empty_rows(x) if out is None else out
         if self.debug:
             check_rows(routed, out.shape[-2])
@@ -276,7 +276,7 @@ class NvlinkExchange:
         memory, and for short rows on few SMs. routed: memory for the routing of `max_tokens` tokens; only the
         one kernel uses it.
         """
-        row_bytes = self._row_bytes(x)
+        row_bytes = how.bytes_of_row(self.shape, x)
         num_sms = num_sms or default_sms(row_bytes, compact=False)
         place = self.place_of_routing(row_bytes, num_sms)
         if place is None:
@@ -319,7 +319,7 @@ class NvlinkExchange:
         and before the next dispatch. quantise: bf16 tokens cross as rows of the `fp8` codec; D is a multiple
         of 512. Raises ValueError if routing does not fit a block's shared memory.
         """
-        self._row_bytes(x)
+        how.bytes_of_row(self.shape, x)
         routed = self._empty_routed(self.shape.max_tokens)
         route = self._route_args(ids, weights, tokens, routed, choosing)
         num_sms = min(num_sms, self.most_blocks())
@@ -335,7 +335,7 @@ class NvlinkExchange:
         self, x: Tensor, routed: Routed, num_sms: int = how.STAGE_SMS, *, out: Tensor, quantise: bool = False
     ) -> Staged:
         """Stage other tokens over an earlier routing. Unless `quantise`, a peer may `pull` instead."""
-        self._row_bytes(x)
+        how.bytes_of_row(self.shape, x)
         if self.debug:
             check_rows(routed, out.shape[-2])
         staged, lists = self._staged(x, out, routed, quantise=quantise)
@@ -375,14 +375,33 @@ class NvlinkExchange:
         Arguments are those of `route` and `pull`. A captured call reads new ids and tokens at every replay.
         groups: memory that receives the groups of rows too. memory: memory for rows and routing.
         """
-        self._row_bytes(x)
-        few = min(self.shape.max_tokens, lay.SMALL_TOKENS)
+        small = self.small_call((x, ids, weights, tokens), num_sms, groups, memory, choosing)
+        self._launch(kernel.SMALL, "small", num_sms, kernel.ROUTE_THREADS, small.shared, small.args)
+        return small.rows, small.routed
+
+    def small_call(
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        num_sms: int,
+        groups: RowGroups | None,
+        memory: tuple[Tensor, Routed] | None,
+        choosing: Choosing,
+    ) -> how.SmallCall:
+        """A `dispatch_small` that has yet to be launched. inputs: x, ids, weights, tokens."""
+        (x, *given), few = inputs, min(self.shape.max_tokens, lay.SMALL_TOKENS)
+        how.bytes_of_row(self.shape, x)
         out, routed = memory or (self._empty_rows(x), self._empty_routed(few))
-        route = self._route_args(ids, weights, tokens, routed, choosing, small=True)
+        route = self._route_args(*given, routed, choosing, small=True)
         args = how.small_args(self.shape, self.layout, route, x, out, few, num_sms, groups)
-        shared = lay.small_shared(self.shape, few, self._room)
-        self._launch(kernel.SMALL, "small", num_sms, kernel.ROUTE_THREADS, shared, args)
-        return out, routed
+        return how.SmallCall(args, num_sms, lay.small_shared(self.shape, few, self._room), out, routed)
+
+    def launch_small(
+        self, variant: jit.Variant, block: tuple[int, int, int], small: how.SmallCall, besides: list[Any]
+    ) -> None:
+        """Launch a kernel that does more than a small dispatch, and takes `besides` after its arguments.
+        block: blocks a rank, threads and shared memory of a block."""
+        self._kernel(variant)
+        self._launch(variant, "small", *block, small.args, besides)
 
     def combine(
         self,
@@ -404,13 +423,12 @@ class NvlinkExchange:
         num_sms = num_sms or (lay.FP8_SMS if wire == "fp8" else default_sms(2 * width, compact=False))
         if out is None:
             tokens = routed.max_tokens if num_tokens is None else num_tokens
-            out = self._empty_out(tokens, width, out_dtype)
+            out = self._unwritten(how.empty_sums(self.local_ranks, (tokens, width), out_dtype, self.device))
         sums.setdefault("weighted", True)
         args, shared = self._reduce_args(rows, out, routed, sums), lay.reduce_shared(2 * width, wire)
         args.early = ended_before_last(self.heap.local.get_device())
         args.each = lay.most_pieces(args, self.shape.ranks) <= num_sms * lay.REDUCE_WARPS
-        variant = kernel.REDUCE[wire == "fp8"]
-        self._launch(variant, "combine", num_sms, kernel.REDUCE_THREADS, shared, args)
+        self._launch(kernel.REDUCE[wire == "fp8"], "combine", num_sms, kernel.REDUCE_THREADS, shared, args)
         return out
 
     def combine_beside(
@@ -474,16 +492,10 @@ class NvlinkExchange:
         """
         buffer, _ = self.next_buffer("gather")
         num_sms = num_sms or default_sms(2 * own.shape[-1], compact=True)
-        out = self._empty_out(own.shape[-2], own.shape[-1], out_dtype)
+        out = self._unwritten(how.empty_sums(self.local_ranks, own.shape[-2:], out_dtype, self.device))
         args, block = how.gather_args(self.shape, self.layout, own, addend, out, routed, buffer)
         self._launch(kernel.GATHER, "gather", num_sms, block.threads, block.shared, args)
         return out
-
-    def _empty_out(self, tokens: int, width: int, dtype: torch.dtype) -> Tensor:
-        if dtype not in (torch.bfloat16, torch.float32):
-            raise ValueError(f"exchange: combine to {dtype}; bfloat16 or float32")
-        size = (self.local_ranks, tokens, width) if self.local_ranks > 1 else (tokens, width)
-        return self._unwritten(torch.empty(size, dtype=dtype, device=self.device))
 
     def _route_args(
         self,
@@ -580,17 +592,6 @@ class NvlinkExchange:
 
     def _buffer_bytes(self, rows: int) -> int:
         return rows * self.shape.row_bytes
-
-    def _row_bytes(self, x: Tensor) -> int:
-        if not x.is_contiguous():
-            raise ValueError("exchange: the tokens must be contiguous; call .contiguous() before")
-        nbytes = x.shape[-1] * x.element_size()
-        if nbytes % 16 or nbytes > self.shape.row_bytes:
-            raise ValueError(
-                f"exchange: rows of {nbytes} bytes; they must be a multiple of 16, at most "
-                f"{self.shape.row_bytes}: pad them"
-            )
-        return nbytes
 
     def _rows(self, offset: int, buffer: int, width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         rows = self.shape.token_capacity

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict
 
@@ -357,6 +358,30 @@ def reduce_args(
     )
 
 
+def bytes_of_row(shape: lay.Shape, x: Tensor) -> int:
+    """The bytes of a token; ValueError if the kernels cannot move tokens like `x`."""
+    if not x.is_contiguous():
+        raise ValueError("exchange: the tokens must be contiguous; call .contiguous() before")
+    nbytes = x.shape[-1] * x.element_size()
+    if nbytes % 16 or nbytes > shape.row_bytes:
+        raise ValueError(
+            f"exchange: rows of {nbytes} bytes; they must be a multiple of 16, at most {shape.row_bytes}: "
+            "pad them"
+        )
+    return nbytes
+
+
+class SmallCall(NamedTuple):
+    """A small dispatch that has yet to be launched, on `sms` multiprocessors a rank. shared: bytes of shared
+    memory that a block routes in."""
+
+    args: Any
+    sms: int
+    shared: int
+    rows: Tensor
+    routed: Routed
+
+
 def small_args(
     shape: lay.Shape,
     layout: lay.Layout,
@@ -388,6 +413,13 @@ def small_args(
         pushers=lay.small_pushers(shape.ranks, num_sms),
         **group_fields(groups),
     )
+
+
+def empty_sums(local_ranks: int, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Unset memory for a combine's result. size: tokens and their width."""
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"exchange: combine to {dtype}; bfloat16 or float32")
+    return torch.empty((local_ranks, *size) if local_ranks > 1 else size, dtype=dtype, device=device)
 
 
 def gather_args(

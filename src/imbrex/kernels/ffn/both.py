@@ -28,7 +28,7 @@ from imbrex.kernels.gemm.tiling import SMALL
 from imbrex.kernels.jit import ByValue, KernelError, Variant, load
 from imbrex.kernels.structs import struct
 
-BOTH = struct("ffn/both.cu", "Both")
+BOTH = struct("ffn/both.cuh", "Both")
 ENTRY = "gate_up_and_down"
 MOST_EXPERTS = 1024
 """Experts of a rank: a block keeps 12 bytes of each in the shared memory that a product leaves."""
@@ -114,7 +114,7 @@ def run_both(
         up_scales=up_scales,
         down_scales=down_scales,
     )
-    make = _fp8_maps if fp8 else _maps
+    make = _fp8_maps if fp8 else both_maps
     maps = make(rows_RD, gate_up_eGD, down_eDF, act_RF, out_RD)
     args, how = [maps, both], {"grid": blocks, "block": SMALL.threads, "smem": smem, "dependent": True}
     records.launch(kernel, args, how)
@@ -134,7 +134,9 @@ def shared_bytes(experts: int, *, fp8: bool = False) -> int:
     return SMALL.smem + -(-12 * (experts + 1) // 16) * 16 + fp8 * 4 * SMALL.stages * SMALL.block_m
 
 
-def _maps(rows_RD: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor, act_RF: Tensor, out_RD: Tensor) -> ByValue:
+def both_maps(
+    rows_RD: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor, act_RF: Tensor, out_RD: Tensor
+) -> ByValue:
     """`BothMaps`: rows, weights and result of each product."""
     height, width = SMALL.box_m, SMALL.block_n
     maps = (
@@ -172,6 +174,8 @@ def _kernel(weighted: bool, fp8: bool, smem: int, device: int) -> tuple[Any, int
 __all__ = [
     "BOTH",
     "ENTRY",
+    "MOST_EXPERTS",
+    "both_maps",
     "both_variant",
     "ended_before_last",
     "run_both",

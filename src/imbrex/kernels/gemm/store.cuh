@@ -1,5 +1,8 @@
 // The ends of the grouped GEMM: a tile from registers, through SwiGLU or weights, to memory.
 #pragma once
+#ifndef IN_ONE_LAUNCH
+#define IN_ONE_LAUNCH 0
+#endif
 #include "gemm/shape.cuh"
 
 namespace gemm {
@@ -69,6 +72,14 @@ struct Stores {
     }
 };
 
+__device__ __forceinline__ float load_weight(const float* from) {
+#if IN_ONE_LAUNCH  // with what writes them (fused/few.cu)
+    return __uint_as_float(ptx::load_relaxed_sys(reinterpret_cast<const u32*>(from)));
+#else
+    return ptx::load_constant(from);
+#endif
+}
+
 // The weights of this lane's two rows (Epilogue::kWeighted).
 template <class C>
 struct RowWeights {
@@ -78,7 +89,7 @@ struct RowWeights {
             const int mine = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-                of[i] = mine + 8 * i < rows ? ptx::load_constant(weights + row + mine + 8 * i) : 0.f;
+                of[i] = mine + 8 * i < rows ? load_weight(weights + row + mine + 8 * i) : 0.f;
         }
     }
 };

@@ -1,0 +1,133 @@
+"""Dispatch of a small batch and its experts in one launch: the host's side of `fused/few.cu`.
+
+In place of `NvlinkExchange.dispatch_small` and `ffn.both.run_both`, with their bits. Peers need not know:
+they see the same words, tokens and flags. Not the default: nobody has timed it yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from imbrex.kernels.exchange import layout as lay
+from imbrex.kernels.exchange.exchange import NvlinkExchange
+from imbrex.kernels.exchange.groups import RowGroups, empty_groups
+from imbrex.kernels.exchange.launches import SmallCall
+from imbrex.kernels.ffn.both import BOTH, MOST_EXPERTS, both_maps, both_variant, shared_bytes
+from imbrex.kernels.ffn.glue import COUNTERS
+from imbrex.kernels.gemm.gemm import check_products, products_status
+from imbrex.kernels.jit import ByValue, KernelError, Variant
+from imbrex.kernels.routing.routed import Routed
+from imbrex.kernels.structs import struct
+
+SOURCE, ENTRY = "fused/few.cu", "dispatch_and_experts"
+FEW = struct(SOURCE, "Few")
+Weights = tuple[Tensor, Tensor]
+THREADS = 512
+"""Threads of a block, all of which route: more leave too few registers for those that multiply."""
+MOST_LOCAL = 4
+"""Ranks of a launch, each with six tensor maps among its arguments."""
+STATIC_BYTES = 1024
+"""Bytes of shared memory that the kernel has besides what a launch asks for, at most."""
+
+
+def few_variant(*, local_ranks: int = 1, threads: int = THREADS) -> Variant:
+    """The kernel for so many ranks a launch. threads: 256, 512 or 640 of a block."""
+    both = both_variant(weighted=True)
+    more = ("LOCAL_RANKS", local_ranks), ("ROUTE_THREADS", threads), ("ROUTE_FIRST", 0)
+    return replace(both, source=SOURCE, entry=ENTRY, defines=(*both.defines, *more))
+
+
+def shipped_variants() -> list[Variant]:
+    return [few_variant()]
+
+
+def why_not_few(exchange: NvlinkExchange, small: SmallCall, experts: int) -> str | None:
+    """Why one launch does not do this dispatch and compute so many experts of a rank, or `None`."""
+    blocks = exchange.most_blocks() // exchange.local_ranks
+    if small.sms > blocks:
+        return f"a rank has {blocks} multiprocessors, and is to dispatch on {small.sms}"
+    if experts > MOST_EXPERTS:
+        return f"a rank has {experts} experts, {MOST_EXPERTS} at most"
+    if max(small.shared, shared_bytes(experts)) > lay.SHARED_BYTES - STATIC_BYTES:
+        return "routing, or a list of the experts, does not fit a block's shared memory"
+    return None
+
+
+def dispatch_and_experts(
+    exchange: NvlinkExchange,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    experts: Sequence[Weights],
+    num_sms: int = lay.SMALL_SMS,
+    *,
+    threads: int = THREADS,
+) -> tuple[Tensor, Routed, RowGroups]:
+    """Queue a small dispatch of `inputs`, (x, ids, weights, tokens) as `dispatch_small` takes them, and the
+    experts of its rows: the weighted results [L, row_capacity, D], the routing, and the groups of the rows.
+    Arguments are those of `run_few`; KernelError where `why_not_few` says why."""
+    x, ranks, (_, down_eDF) = inputs[0], exchange.local_ranks, experts[0]
+    slots, _, inner = down_eDF.shape
+    room = exchange.shape.row_capacity
+    groups = empty_groups(ranks, room, slots, COUNTERS, x.device)
+    small = exchange.small_call(inputs, num_sms, groups, None, {})
+    why = why_not_few(exchange, small, slots)
+    if why is not None:
+        raise KernelError(f"one launch for dispatch and experts: {why}; take two")
+    act, out = x.new_empty(ranks, room, inner), torch.empty_like(small.rows)
+    run_few(exchange, small, experts, (act, out), threads=threads)
+    return out, small.routed, groups
+
+
+def run_few(
+    exchange: NvlinkExchange,
+    small: SmallCall,
+    experts: Sequence[Weights],
+    memory: tuple[Tensor, Tensor],
+    *,
+    threads: int = THREADS,
+) -> None:
+    """Queue a small dispatch, with the groups of its rows, and their experts. All contiguous bf16.
+
+    experts: gate_up_eGD and down_eDF of every local rank, of as many experts each. memory: act [L, R, F] and
+    the results [L, R, D], of at most as many rows as the dispatch has room for. Multiprocessors that do not
+    dispatch begin with weights, the others compute when they have dispatched.
+    """
+    (act, out), ranks, (_, down_eDF) = memory, exchange.local_ranks, experts[0]
+    blocks = exchange.most_blocks() // ranks
+    assert len(experts) == ranks <= MOST_LOCAL
+    assert small.sms <= blocks, "every block has a multiprocessor: they wait for each other"
+    assert out.shape[1] <= small.rows.shape[1]
+    args = _few_args(small, out, tuple(down_eDF.shape))
+    variant, smem = (
+        few_variant(local_ranks=ranks, threads=threads),
+        max(small.shared, shared_bytes(len(down_eDF))),
+    )
+    exchange.launch_small(variant, (blocks, threads, smem), small, [args, _maps(small, experts, act, out)])
+    check_products(out.get_device())
+
+
+def _few_args(small: SmallCall, out: Tensor, sizes: tuple[int, ...]) -> object:
+    """`fused::Few`; the kernel sets what differs among the launch's ranks. sizes: experts, D and F."""
+    none = dict.fromkeys(("hits", "weights", "counter", "rows", "act", "up_scales", "down_scales"))
+    experts, width, inner = sizes
+    status = products_status(out.get_device())
+    stride = out.stride(0) * out.element_size()
+    return FEW(
+        both=BOTH(**none, status=status, experts=experts, width=width, inner=inner),
+        result=out,
+        stride=stride,
+        result_bytes=stride,
+        movers=small.sms - small.args.pushers,
+    )
+
+
+def _maps(small: SmallCall, experts: Sequence[Weights], act_LRF: Tensor, out_LRD: Tensor) -> ByValue:
+    """`fused::FewMaps`."""
+    each = zip(small.rows[:, : out_LRD.shape[1]], experts, act_LRF, out_LRD, strict=True)
+    return ByValue(b"".join(bytes(both_maps(rows, *two, act, out).raw) for rows, two, act, out in each))
+
+
+__all__ = ["dispatch_and_experts", "few_variant", "run_few", "shipped_variants", "why_not_few"]

@@ -1,0 +1,171 @@
+"""A small dispatch and its experts in one launch, emulated: the bits of the launches that it stands for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from imbrex.kernels.exchange.failures import ExchangeError
+from imbrex.kernels.gemm.gemm import products_status
+from imbrex.kernels.jit import KernelError
+from imbrex.kernels.structs import struct
+from imbrex.placement.layouts import contiguous, from_slots
+from tests.emulated import kernel
+from tests.emulated.few import Few, apart, begin, differences, loader, together
+from tests.emulated.gemm import Edits, emulate
+from tests.emulated.scenario import Case, make_inputs
+
+pytestmark = pytest.mark.skipif(not kernel.available(), reason="needs g++")
+
+CONTROL = struct("peers/protocol.cuh", "Control")
+WIDTH, INNER, BLOCKS = 136, 72, 5
+"""More than a step of both products, and tiles at their ends; blocks of a rank."""
+TWO = Case(placement=contiguous(8, 2), tokens=(3, 2), choices=2, width=WIDTH, drop=0.0)
+
+
+def make(
+    monkeypatch: pytest.MonkeyPatch, case: Case, *, edits: Edits = (), blocks: int = BLOCKS, **options: float
+) -> Few:
+    emulate(monkeypatch, blocks=2)
+    few = begin(case, INNER, load=loader(case, edits), **{"timeout": 30.0, **options})
+    few.exchange.least_sms = blocks * case.ranks
+    return few
+
+
+def words_of(few: Few) -> list[list[int]]:
+    """Of every rank, blocks that have placed their rows, and whether it is told who has rows."""
+    at = CONTROL.drawn.offset + 8 * 4  # of the small dispatch
+    return few.exchange.heap.local[:, at : at + 8].clone().view(torch.int32).tolist()
+
+
+def check_bits(few: Few, **how: int) -> None:
+    """The same bits twice, and zeros again where blocks are counted."""
+    two = apart(few)
+    for _ in range(2):
+        assert differences(few, together(few, **how), two) == []
+        assert words_of(few) == [[0, 0]] * few.case.ranks
+    assert products_status(-1).tolist() == [0]
+
+
+@pytest.mark.parametrize("skew", [0.0, 3.0], ids=["even", "skewed"])
+@pytest.mark.parametrize(("world", "tokens"), [(1, 1), (1, 128), (2, 1), (2, 16), (4, 4), (4, 24)])
+def test_the_bits_of_a_dispatch_and_its_experts(
+    monkeypatch: pytest.MonkeyPatch, world: int, tokens: int, skew: float
+) -> None:
+    """The last rank of several has no tokens."""
+    given = (tokens,) * (world - 1) + (tokens if world == 1 else 0,)
+    case = Case(placement=contiguous(4 * world, world), tokens=given, choices=2, width=WIDTH, skew=skew)
+    check_bits(make(monkeypatch, case))
+
+
+SHAPES = {
+    "a rank without rows": (replace(TWO, choices=1, skew=-100.0), 3, BLOCKS),
+    "no tokens at all": (replace(TWO, tokens=(1, 1), drop=1.0), 3, BLOCKS),
+    "replicas": (replace(TWO, placement=from_slots([[0, 1, 2], [2, 3, 0]], 4), tokens=(9, 7)), 3, BLOCKS),
+    "all blocks dispatch": (TWO, 4, 4),
+    "one dispatches, one pushes": (TWO, 2, 3),
+    "several tell and place": (replace(TWO, tokens=(40, 33)), 6, 7),
+    "more blocks than tiles": (replace(TWO, choices=1, tokens=(1, 0)), 3, 9),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    case, sms, blocks = SHAPES[name]
+    check_bits(make(monkeypatch, case, blocks=blocks), sms=sms)
+
+
+@pytest.mark.parametrize("threads", [256, 640])
+def test_any_number_of_threads_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    check_bits(make(monkeypatch, TWO), threads=threads)
+
+
+def shows(monkeypatch: pytest.MonkeyPatch, edits: Edits, seeds: int) -> int:
+    """In how many of so many interleavings the bits differ. Results and activations are NaN before."""
+    few = make(monkeypatch, TWO, edits=edits)
+    two = apart(few)
+    return sum(bool(differences(few, together(few), two)) for _ in range(seeds))
+
+
+def test_any_interleaving_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shows(monkeypatch, (), 12) == 0
+
+
+FAULTS: dict[str, tuple[str, str]] = {
+    "rows are not waited for": (
+        "wait_word(call, exchange::placed_of(call), due(call), few.both.status);",
+        "",
+    ),
+    "rows of a block are not waited for": (
+        "gemm::least(call.blocks, exchange::placing(call) + 1));",
+        "gemm::least(call.blocks, exchange::placing(call) + 1) - 1);",
+    ),
+    "a block counts itself before it has placed": (
+        "    bool fine = true;\n    if (call.block < call.blocks) {",
+        "    bool fine = true;\n    if (threadIdx.x == 0 && counts(call)) "
+        "ptx::add_relaxed_gpu(exchange::placed_of(call), 1);\n    if (call.block < call.blocks) {",
+    ),
+}
+PLACE = "    place_parts(call, small, s, 0, 1, row_of);\n"
+LATE = (PLACE, f"    for (int i = 0; i < 300; ++i) ptx::pause();\n{PLACE}")
+"""Rows are placed long after products have begun."""
+TELL = "    ffn::tell_hits(hits_of(call, small), small.slots,\n"
+TOLD_LATE = (TELL, f"    for (int i = 0; i < 300; ++i) ptx::pause();\n{TELL}")
+"""So is it told who has rows."""
+
+
+def test_rows_may_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shows(monkeypatch, (LATE,), 4) == 0
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_show(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    assert shows(monkeypatch, (LATE, FAULTS[name]), 12)
+
+
+AT_ONCE = (
+    "const bool told = wait_word(call, exchange::told_of(call), 1, both.status);",
+    "const bool told = static_cast<int>(both.hits[0]) >= 0;",
+)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_list_of_the_call_before_is_not_taken(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    """Memory of the list is that of a call whose tokens went elsewhere, and this one's is told late."""
+    few = make(monkeypatch, replace(TWO, choices=1), edits=(TOLD_LATE, *(() if waits else (AT_ONCE,))))
+    two = apart(few)
+    before = make(monkeypatch, few.case)
+    groups = together(replace(before, inputs=make_inputs(replace(few.case, seed=5))))[2]
+    assert not torch.equal(groups.counts, two[2].counts)
+    monkeypatch.setattr("imbrex.kernels.fused.few.empty_groups", lambda *_: groups)
+
+    def differs() -> bool:
+        try:
+            return differences(few, together(few), two) != []
+        except KernelError:  # a block that took no tile is waited for
+            return True
+
+    assert kernel.shows_or_ends(differs) is not waits
+
+
+def test_a_rank_that_never_comes_leaves_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products end, whoever was waited for, and nobody takes what they made for a result."""
+    few = make(monkeypatch, TWO, timeout=0.5)
+    exchange, results = few.exchange, []
+    together(few)
+    whole, exchange.heap.local, exchange.local_ranks = exchange.heap.local, exchange.heap.local[:1], 1
+
+    def zeros(like: Tensor) -> Tensor:
+        results.append(torch.zeros(like.shape, dtype=like.dtype))
+        return results[-1]
+
+    monkeypatch.setattr(torch, "empty_like", zeros)
+    alone = replace(few, experts=few.experts[:1])
+    with pytest.raises(ExchangeError, match=r"timed out, waiting for expert ids of rank 1"):
+        together(alone)
+    assert results[0].isnan().all()
+    assert words_of(few) == [[0, 0]]
+    exchange.heap.local, exchange.local_ranks = whole, 2
