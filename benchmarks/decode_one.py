@@ -1,11 +1,13 @@
 """What do dispatch, experts and sums of a small batch take beside reading the weights of the experts hit?
 
-    PYTHONPATH=src python benchmarks/decode_one.py [--fp8]
+    PYTHONPATH=src python benchmarks/decode_one.py [--fp8] [--one-kernel 64,32]
 
 One GPU has what a rank of two has: half of the experts and the tokens of both ranks, so nothing crosses and
 no choice is made. Captured, one after the other with two sets of weights in turns, so that none is found in
 L2; all ways in turns, in one process. Microseconds of a layer; `read_us`: the weights alone, at a copy's
 rate. `--fp8`: the same experts in fp8 as well, in one launch, or in three that quantise rows and multiply.
+`--one-kernel`: dispatch and both products in one kernel as well (`kernels.fused.few`), with so many
+multiprocessors that dispatch before they compute, or `64:256`, with so many threads a block.
 """
 
 from __future__ import annotations
@@ -28,23 +30,28 @@ from imbrex.kernels.exchange.groups import empty_groups
 from imbrex.kernels.ffn.ffn import run_experts
 from imbrex.kernels.ffn.fp8 import Fp8Experts, ffn_fp8, quantise_experts
 from imbrex.kernels.ffn.glue import COUNTERS, Groups
+from imbrex.kernels.fused.few import THREADS, dispatch_and_experts
 from imbrex.kernels.heap import VirtualHeap
+from imbrex.kernels.routing.routed import Routed
 from imbrex.placement import contiguous
 from imbrex.transport.nvlink import room_for
 
 RESULTS = Path(__file__).parent / "results" / "decode_one.json"
 QUESTION = "How long do dispatch, experts and sums of a small batch take on one GPU?"
+Way = bool | tuple[int, int]
+"""Whether one launch computes both products; or multiprocessors that dispatch, and threads of a block, of one
+kernel that dispatches as well."""
 CALLS, RANKS, PAUSE, SMS_HOME = 8, 2, 200_000, 96
-WAYS = {"one launch": True, "two launches": False}
-FP8_WAYS = {"fp8, one launch": True, "fp8, three launches": False}
+WAYS: dict[str, Way] = {"one launch": True, "two launches": False}
+FP8_WAYS: dict[str, Way] = {"fp8, one launch": True, "fp8, three launches": False}
 Weights = tuple[Tensor, Tensor] | Fp8Experts
 
 
 class Layer:
     """Dispatch to sums of one way, captured."""
 
-    def __init__(self, shape: Shape, inputs: tuple[Tensor, Tensor, Tensor], *, one_launch: bool) -> None:
-        self.shape, self.inputs, self.one_launch = shape, inputs, one_launch
+    def __init__(self, shape: Shape, inputs: tuple[Tensor, Tensor, Tensor], way: Way) -> None:
+        self.shape, self.inputs, self.way = shape, inputs, way
         self.slots, tokens = shape.num_experts // RANKS, len(inputs[0]) // RANKS
         self.expected = tokens * shape.top_k
         room = RANKS * room_for(tokens)
@@ -64,17 +71,25 @@ class Layer:
         self.y_TD = torch.empty_like(inputs[0])
 
     def call(self, weights: Weights) -> None:
+        in_one = isinstance(self.way, tuple)
+        out_RD, routed = self._rows_in_one(weights, *self.way) if in_one else self._rows(weights)
+        self.exchange.combine(out_RD, routed, weighted=False, num_sms=SMS_HOME, out=self.y_TD)
+
+    def _rows_in_one(self, weights: Any, sms: int, threads: int) -> tuple[Tensor, Routed]:
+        inputs = (*self.inputs, None)
+        out_1RD, routed, _ = dispatch_and_experts(self.exchange, inputs, [weights], sms, threads=threads)
+        return out_1RD[0], routed
+
+    def _rows(self, weights: Weights) -> tuple[Tensor, Routed]:
         exchange, room = self.exchange, self.exchange.shape.row_capacity
         groups = empty_groups(1, room, self.slots, COUNTERS, exchange.device)
         rows_1RD, routed = exchange.dispatch_small(*self.inputs, groups=groups)
-        how = {"expected": self.expected, "hits": groups.hits, "one_launch": self.one_launch}
+        how = {"expected": self.expected, "hits": groups.hits, "one_launch": self.way}
         plan = Groups(groups.plan, **how)
         if isinstance(weights, Fp8Experts):
             more = {"weights_R": groups.weights, "groups": plan}
-            out_RD = ffn_fp8(rows_1RD[0], weights, groups.counts, **more)
-        else:
-            out_RD = run_experts(rows_1RD[0], *weights, plan, groups.weights)
-        exchange.combine(out_RD, routed, weighted=False, num_sms=SMS_HOME, out=self.y_TD)
+            return ffn_fp8(rows_1RD[0], weights, groups.counts, **more), routed
+        return run_experts(rows_1RD[0], *weights, plan, groups.weights), routed
 
     def capture(self, weights: list[Weights]) -> None:
         for pair in weights:
@@ -106,10 +121,21 @@ def make_weights(shape: Shape) -> tuple[Tensor, Tensor]:
     return up.normal_(0.0, 0.02), down.normal_(0.0, 0.02)
 
 
-def measure(model: str, tokens: list[int], repeats: int, fp8: bool) -> list[dict[str, Any]]:
+def ways_in_one(given: str) -> dict[str, Way]:
+    """The ways of one kernel that `--one-kernel` names."""
+    ways: dict[str, Way] = {}
+    for sms, _, threads in (way.partition(":") for way in given.split(",") if way):
+        name = f"one kernel, {sms} dispatch" + (f", {threads} threads" if threads else "")
+        ways[name] = int(sms), int(threads or THREADS)
+    return ways
+
+
+def measure(
+    model: str, tokens: list[int], repeats: int, fp8: bool, in_one: dict[str, Way]
+) -> list[dict[str, Any]]:
     shape, rows = MODELS[model], []
     weights, tbps = [make_weights(shape) for _ in range(2)], copy_tbps()
-    sets: list[tuple[dict[str, bool], list[Weights]]] = [(WAYS, [*weights])]
+    sets: list[tuple[dict[str, Way], list[Weights]]] = [(WAYS | in_one, [*weights])]
     if fp8:
         sets.append((FP8_WAYS, [quantise_experts(*pair) for pair in weights]))
     for count in tokens:
@@ -121,9 +147,9 @@ def measure(model: str, tokens: list[int], repeats: int, fp8: bool) -> list[dict
         hit = len(ids[ids >= 0].unique())
         layers: dict[str, Layer] = {}
         for ways, experts in sets:
-            for way, one in ways.items():
-                layers[way] = Layer(shape, inputs, one_launch=one)
-                layers[way].capture(experts)
+            for name, way in ways.items():
+                layers[name] = Layer(shape, inputs, way)
+                layers[name].capture(experts)
         times: dict[str, list[float]] = {way: [] for way in layers}
         for _ in range(repeats):
             for way, layer in layers.items():
@@ -149,14 +175,17 @@ def main() -> None:
     ask.add_argument("--tokens", default="1,4,16,128", help="of each of two ranks")
     ask.add_argument("--repeats", type=int, default=21)
     ask.add_argument("--fp8", action="store_true", help="experts in fp8 as well")
+    ask.add_argument(
+        "--one-kernel", default="", help="multiprocessors that dispatch: 64,32, or 64:256 threads"
+    )
     ask.add_argument("--out", type=Path, default=RESULTS)
     given = ask.parse_args()
     tokens = [int(count) for count in given.tokens.split(",")]
     command = f"python benchmarks/decode_one.py --models {given.models} --tokens {given.tokens}"
-    command += " --fp8" * given.fp8
+    command += " --fp8" * given.fp8 + f" --one-kernel {given.one_kernel}" * bool(given.one_kernel)
     run, rows = describe_run(command), []
     for model in given.models.split(","):
-        rows += measure(model, tokens, given.repeats, given.fp8)
+        rows += measure(model, tokens, given.repeats, given.fp8, ways_in_one(given.one_kernel))
         write_results(given.out, QUESTION, run, rows)  # what there is, if time runs out
 
 

@@ -21,6 +21,7 @@ PRODUCTS = {
     "gemm/follow.cu",
     "ffn/both.cu",
     "fused/down_home.cu",
+    "fused/few.cu",
     "fused/home.cu",
     "fused/others_first.cu",
     "fused/rows_out.cu",

@@ -17,6 +17,7 @@ from imbrex.kernels.ffn import fp8, glue
 from imbrex.kernels.gemm import gemm, portable
 from tests.emulated.kernel import (
     NAMESPACES,
+    Prepared,
     alone,
     built_once,
     compile_library,
@@ -130,6 +131,9 @@ class EmulatedKernel:
         launch = functools.partial(self.launch, **how)
         launch.launch = launch  # type: ignore[attr-defined]
         return launch
+
+    def blank(self, *, words: Sequence[tuple[int, int]], **how: Any) -> Prepared:
+        return Prepared(self, how, words)
 
 
 def emulate(

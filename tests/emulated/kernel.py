@@ -231,7 +231,7 @@ class EmulatedKernel:
 class Prepared:
     """Stands in for `jit.Prepared` and `jit.Blank`."""
 
-    def __init__(self, kernel: EmulatedKernel, how: dict[str, Any], words: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, kernel: Any, how: dict[str, Any], words: Sequence[tuple[int, int]]) -> None:
         self.kernel, self.how, self.words = kernel, how, words
 
     def launch(self, *addresses: int) -> None:

@@ -1,8 +1,9 @@
 """Both products of a small batch in one launch as threads: tiles by number, slots, stages, counters of parts.
 
-Of every block one who loads and one who multiplies. The order of what they do is that of `ffn/both.cu`'s
+Of every block one who loads and one who multiplies. The order of what they do is that of `ffn/both.cuh`'s
 text, and which part a tile counts for or waits for is the kernel's arithmetic, compiled. A tile has one step,
-and a block has room for one: what a tile asks for ahead has to wait until the one before is multiplied. In
+and a block has room for one: what a tile asks for ahead has to wait until the one before is multiplied.
+Behind a dispatch in the same launch (fused/few.cu) the first blocks place rows, and draw their first tile. In
 fp8 a third one, the three warps that quantise, brings rows and waits for them, and sets counters back.
 """
 
@@ -27,7 +28,7 @@ from tests.emulated.counters import (
 )
 from tests.emulated.kernel import built_once
 
-BOTH = "ffn/both.cu"
+BOTH = "ffn/both.cuh"
 PARTS = 8
 PRODUCER = {
     "no more": r"steps = -1;\s+ptx::mbarrier_arrive",
@@ -35,11 +36,11 @@ PRODUCER = {
     "slot": r"work\.part\};\s+ptx::mbarrier_arrive\(shared\.slot_full",
     "look": r"written\.is\(work\.part\)",
     "columns": r"load_work<true, false>",
-    "launches": r"wait_for_launches\(",
+    "launches": r"if \(index == 0\) begin\(\)",
     "wait": r"if \(!Up::kQuantises && work\.down\) written\.wait\(work\.part\)",
     "rows": r"load_work<false, true>",
     "rest": r"load\(few, steps\)",
-    "done": r"leave\(both, 1\)",
+    "done": r"leave\(both, team\.all\(\)\)",
 }
 CONSUMER = {
     "take": r"tile = take_slot<Up>",
@@ -54,7 +55,7 @@ QUANTISER = {
     "take": r"tile = take_slot<Up>",
     "wait": r"written\.wait\(-1 - tile\.together\)",
     "rows": r"fill_tile<Up>\(acts",
-    "done": r"leave\(both, kQuantisers\)",
+    "done": r"leave\(both, kQuantisers \* gridDim\.x\)",
 }
 TELL = {
     "bulk_wait": r"bulk_wait<0>\(",
@@ -68,18 +69,28 @@ class OneLaunch(Machine):
     """A launch: units of 64 rows, tiles of gate and up and of down that each has, blocks."""
 
     def __init__(
-        self, source: Source, *, units: int, ups: int, downs: int, blocks: int, fp8: bool = False
+        self,
+        source: Source,
+        *,
+        units: int,
+        ups: int,
+        downs: int,
+        blocks: int,
+        busy: int = 0,
+        fp8: bool = False,
     ) -> None:
         super().__init__(1)
-        self.fp8 = fp8
+        self.fp8, self.busy = fp8, busy
         self.source, self.units, self.ups, self.downs = source, units, ups, downs
         self.blocks, self.all = blocks, units * (ups + downs)
         text = source.text(BOTH)
         begin, end = text.index("__device__ __forceinline__ int part_of"), text.index("struct Units {")
         self._parts = _compile(text[begin:end])
         self.least = text.count("< due * ups)") == 1
-        self.stays = "if (!Up::kQuantises) leave(both, 1);" in text  # who asks for columns sets nothing back
-        self.last = blocks if "atomicAdd(both.counter + 1, 1u) == each * gridDim.x - 1)" in text else 1
+        self.stays = (
+            "if (!Up::kQuantises) leave(both, team.all());" in text
+        )  # who asks for columns sets nothing back
+        self.last = blocks if "atomicAdd(both.counter + 1, 1u) == of_all - 1)" in text else 1
         for block in range(blocks):
             self._loads(self.thread(0, f"who loads, block {block}"), block)
             self._multiplies(self.thread(0, f"who multiplies, block {block}"), block)
@@ -104,7 +115,9 @@ class OneLaunch(Machine):
         """`produce_both`."""
         head = "__device__ __forceinline__ void produce_both("
         loads = Loads(self, block)
-        asm.add("begin", loads.begin, silent=True)
+        if block < self.busy:
+            asm.add("place rows", loads.place)
+        asm.add("begin", loads.begin, silent=block >= self.busy)
         asm.label("tiles")
         for mark, _ in self.source.order(BOTH, head, PRODUCER):
             if mark == "no more":
@@ -115,6 +128,8 @@ class OneLaunch(Machine):
                 asm.add("tell of a tile", loads.tell)
             elif mark == "columns":
                 asm.add("columns", ready=loads.has_room)
+            elif mark == "launches" and self.busy:
+                asm.add("wait for rows", ready=loads.are_placed)
             elif mark == "wait" and not self.fp8:
                 asm.add("wait for a part", ready=loads.are_there)
             elif mark == "rows":
@@ -210,12 +225,22 @@ class Loads:
         self.multiplied, self.loaded = word("multiplied", block), word("loaded", block)
         self.columns = word("columns", block)
         self.written = [word("written", part) for part in range(PARTS)]
+        self.placed = word("placed")
+
+    def place(self, w: Words, t: Thread) -> None:
+        w[self.placed] += 1
+
+    def are_placed(self, w: Words, t: Thread) -> bool:
+        return w[self.placed] >= self.launch.busy
 
     def begin(self, w: Words, t: Thread) -> None:
-        t.number, t.aside = self.block, 0
+        t.number, t.aside = self.block - self.launch.busy, 0
+        if t.number < 0:
+            self.draw(w, t)
+            t.number = t.next
 
     def draw(self, w: Words, t: Thread) -> None:
-        t.next = w[self.drawn] + self.launch.blocks
+        t.next = w[self.drawn] + self.launch.blocks - self.launch.busy
         w[self.drawn] += 1
 
     def tell(self, w: Words, t: Thread) -> None:
@@ -233,6 +258,8 @@ class Loads:
 
     def rows(self, w: Words, t: Thread) -> None:
         ups = self.launch.ups
+        if not self.are_placed(w, t):
+            raise Fault("rows are not placed")
         for i in range(ups if self.launch.is_down(t.number) else 0):
             at = self.launch.unit(t.number) * ups + i
             load(w, t, self.launch.word(0, "act", at), f"activation {at}")

@@ -104,7 +104,7 @@ PROTOCOL = [
     ),
     Fault(
         "who-has-rows-of-the-call-before",
-        "kernels/exchange/small.cu",
+        "kernels/exchange/small.cuh",
         "the experts of a small batch may take the list of a call before for that of this one",
         "    if (thread == 32) ffn::tell_no_hits(hits_of(call, small));\n",
         "",
@@ -120,10 +120,10 @@ PROTOCOL = [
     ),
     Fault(
         "who-asks-for-columns-sets-counters-back",
-        "kernels/ffn/both.cu",
+        "kernels/ffn/both.cuh",
         "a block whose weights are all asked for leaves a launch in fp8, whose warps still wait for rows",
-        "    if (!Up::kQuantises) leave(both, 1);\n",
-        "    leave(both, 1);\n",
+        "    if (!Up::kQuantises) leave(both, team.all());\n",
+        "    leave(both, team.all());\n",
         ("unit/test_one_launch_fp8.py::test_the_bits_of_three_launches",),
     ),
     Fault(
@@ -136,7 +136,7 @@ PROTOCOL = [
     ),
     Fault(
         "ends-of-the-call-before",
-        "kernels/exchange/small.cu",
+        "kernels/exchange/small.cuh",
         "the first product takes where rows ended in the call before for where they end",
         "    if (thread == 0) tell_last_end(call, small, -1);\n",
         "",
@@ -144,7 +144,7 @@ PROTOCOL = [
     ),
     Fault(
         "last-end-before-the-others",
-        "kernels/exchange/small.cu",
+        "kernels/exchange/small.cuh",
         "the first product reads where rows end before all of it is written",
         "if (slot < small.slots - 1) ends[slot] = before + end;",
         "tell_last_end(call, small, 0); if (slot < small.slots - 1) ends[slot] = before + end;",

@@ -20,6 +20,8 @@ from imbrex.experts.experts import Experts
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.ffn import both, slopes
 from imbrex.kernels.ffn.ffn import ffn
+from imbrex.kernels.fused.few import SOURCE, run_few
+from imbrex.kernels.jit import Variant
 from imbrex.overlap import Serial
 from imbrex.placement import contiguous, from_slots
 from tests.emulated import kernel
@@ -51,11 +53,14 @@ class Layer:
     """Serial calls of an exchange over emulated kernels, by steps or from a record; `again`: how many of its
     launches were from the record."""
 
-    def __init__(self, ranks: Ranks, patch: pytest.MonkeyPatch, tensor: int = 1) -> None:
+    def __init__(
+        self, ranks: Ranks, patch: pytest.MonkeyPatch, tensor: int = 1, *, one_kernel: bool = False
+    ) -> None:
         self.patch, self.again, self.rank = patch, 0, ranks.rank
         self.addend: Callable[[], Tensor] | None = None
-        nvlink = EmulatedNvlink(ranks.group)
-        nvlink.load = loader()  # pyright: ignore[reportAttributeAccessIssue]
+        nvlink = EmulatedNvlink(ranks.group, one_kernel=one_kernel)
+        nvlink.load = load_any  # pyright: ignore[reportAttributeAccessIssue]
+        nvlink.least_sms = 4
         placement = contiguous(EXPERTS, ranks.world_size // tensor)
         options: dict[str, Any] = {"group": ranks.group, "transport": nvlink, "dtype": torch.bfloat16}
         self.exchange = imbrex.Exchange(placement, WIDTH, CHOICES, tensor_parallel=tensor, **options)
@@ -96,15 +101,22 @@ def one_launch(weighted: bool, fp8: bool, smem: int, device: int) -> tuple[Emula
     return EmulatedKernel(both.both_variant(weighted=weighted), smem, None, ()), 2
 
 
+def load_any(variant: Variant, device: Any = None) -> Any:
+    """Stands in for `jit.load`; a kernel of a dispatch and its experts is for half of all experts."""
+    if variant.source != SOURCE:
+        return loader()(variant, device)
+    return EmulatedKernel(variant, both.shared_bytes(EXPERTS // 2), None, ())
+
+
 @contextmanager
-def a_layer(ranks: Ranks, few: int, tensor: int = 1) -> Iterator[Layer]:
+def a_layer(ranks: Ranks, few: int, tensor: int = 1, *, one_kernel: bool = False) -> Iterator[Layer]:
     with pytest.MonkeyPatch.context() as patch:
         emulate(patch, blocks=2)
         patch.setattr(both, "_kernel", one_launch)
         patch.setattr("imbrex.exchange.nvlink_fit.FEW_TOKENS", few)
         patch.setattr("imbrex.kernels.rows.weights._BLOCKS", 2)
         patch.setattr("imbrex.kernels.exchange.launches.FEW_SMS", 2)  # so that one kernel routes and pulls
-        yield Layer(ranks, patch, tensor)
+        yield Layer(ranks, patch, tensor, one_kernel=one_kernel)
 
 
 def inputs_of(rank: int, call: int, tokens: int) -> tuple[Tensor, imbrex.Routing]:
@@ -139,6 +151,28 @@ def test_calls_from_a_record_have_the_bits_of_their_steps(
         assert same == [True] * 6
         assert launches == [0, 2, 4, 6, 8, 10]
         assert found == together
+
+
+def run_in_one(ranks: Ranks, with_one: list[int]) -> tuple[list[bool], list[int], int]:
+    """The same of ranks of which some are to dispatch and compute in one kernel; how many records have it."""
+    same, launches, together = [], [], []
+    with a_layer(ranks, 256, one_kernel=ranks.rank in with_one) as layer:
+        layer.patch.setattr(recorded, "run_few", lambda *call: (together.append(1), run_few(*call)))
+        for call in range(4):
+            x_TD, routing = inputs_of(ranks.rank, call, 7 + 3 * ranks.rank)
+            ours = layer(x_TD, routing, steps=False)
+            launches.append(layer.again)
+            same.append(torch.equal(ours, layer(x_TD, routing, steps=True)))
+    return same, launches, len(together)
+
+
+@pytest.mark.parametrize("with_one", [[0, 1], [1]])
+def test_a_dispatch_and_its_experts_in_one_kernel_are_recorded(pool: Pool, with_one: list[int]) -> None:
+    """Ranks need not agree on it."""
+    for rank, (same, launches, found) in enumerate(pool.run(2, run_in_one, with_one)):
+        assert same == [True] * 4
+        assert launches == [0, 2, 4, 6]
+        assert found == (rank in with_one)
 
 
 def run_in_turn(ranks: Ranks) -> tuple[list[bool], int]:

@@ -205,7 +205,7 @@ def test_gathered_sums_need_two_buffers() -> None:
 
 
 def small(ranks: int, calls: int, buffers: int) -> list[Program]:
-    """`exchange/small.cu`: no credit; nobody leaves a call before all have begun it."""
+    """`exchange/small.cuh`: no credit; nobody leaves a call before all have begun it."""
     programs = []
     for me in range(ranks):
         program: Program = []

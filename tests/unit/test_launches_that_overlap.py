@@ -132,7 +132,7 @@ def test_who_has_rows_and_the_last_end_are_told_when_all_else_is_known(
         (BEGIN, UNKNOWN + BEGIN),
         (HITS, ALL_TOLD + HITS),
     ]
-    files = {"exchange/small.cu": looks, "ffn/hits.cuh": [(LAST, ENTRIES + LAST)]}
+    files = {"exchange/small.cuh": looks, "ffn/hits.cuh": [(LAST, ENTRIES + LAST)]}
     exchange = make_exchange(SMALL_CASE, load=edited(monkeypatch, files), timeout=20.0)
     inputs = make_inputs(SMALL_CASE, "cpu")
     groups = empty_groups(2, exchange.shape.row_capacity, exchange.shape.most_slots, 12, exchange.device)

@@ -24,6 +24,9 @@ CASES: dict[str, Any] = {
     "a first tile of down": {"units": 1, "ups": 2, "downs": 2, "blocks": 3},
     "blocks without tiles": {"units": 1, "ups": 1, "downs": 1, "blocks": 3},
     "no rows": {"units": 0, "ups": 1, "downs": 1, "blocks": 2},
+    "a block dispatches": {"units": 1, "ups": 2, "downs": 1, "blocks": 2, "busy": 1},
+    "all dispatch": {"units": 1, "ups": 1, "downs": 2, "blocks": 2, "busy": 2},
+    "two dispatch": {"units": 1, "ups": 1, "downs": 1, "blocks": 3, "busy": 2},
 }
 
 
@@ -90,9 +93,17 @@ FAULTS: dict[str, tuple[str, Edits, str]] = {
         ),
         "for ever",
     ),
+    "rows are asked for before they are placed": (
+        "a block dispatches",
+        (
+            (BOTH, "        if (index == 0) begin();\n", ""),
+            (BOTH, "        const auto load", "begin();const auto load"),
+        ),
+        "not placed",
+    ),
     "the first block that is done sets counters back": (
         "two blocks",
-        ((BOTH, "== each * gridDim.x - 1)", "== 0)"),),
+        ((BOTH, "== of_all - 1)", "== 0)"),),
         "for ever|twice|set back|know|times",
     ),
 }
@@ -110,8 +121,8 @@ FP8_FAULTS: dict[str, tuple[str, Edits, str]] = {
     "who asks for columns sets counters back": (
         "two blocks",
         (
-            (BOTH, "    if (!Up::kQuantises) leave(both, 1);\n", "    leave(both, 1);\n"),
-            (BOTH, "    if (ptx::lane_id() == 0) leave(both, kQuantisers);\n", ""),
+            (BOTH, "    if (!Up::kQuantises) leave(both, team.all());\n", "    leave(both, team.all());\n"),
+            (BOTH, "    if (ptx::lane_id() == 0) leave(both, kQuantisers * gridDim.x);\n", ""),
         ),
         "for ever|set back",
     ),

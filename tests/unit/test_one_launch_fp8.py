@@ -171,7 +171,9 @@ FAULTS: dict[str, Edits] = {
             "    const int thread = static_cast<int>(threadIdx.x % 128), warp = thread / 32",
         ),
     ),
-    "counters are set back while warps still look": (("leave(both, kQuantisers)", "leave(both, 2)"),),
+    "counters are set back while warps still look": (
+        ("leave(both, kQuantisers * gridDim.x)", "leave(both, 2 * gridDim.x)"),
+    ),
 }
 
 

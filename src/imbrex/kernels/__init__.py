@@ -22,6 +22,7 @@ FAMILIES: tuple[str, ...] = (
     "imbrex.kernels.exchange.variants",
     "imbrex.kernels.events.events",
     "imbrex.kernels.fused.down_home",
+    "imbrex.kernels.fused.few",
     "imbrex.kernels.fused.home",
     "imbrex.kernels.fused.others_first",
     "imbrex.kernels.fused.rows_out",

@@ -388,10 +388,10 @@ class NvlinkExchange:
         choosing: Choosing,
     ) -> how.SmallCall:
         """A `dispatch_small` that has yet to be launched. inputs: x, ids, weights, tokens."""
-        (x, *given), few = inputs, min(self.shape.max_tokens, lay.SMALL_TOKENS)
+        (x, ids, weights, tokens), few = inputs, min(self.shape.max_tokens, lay.SMALL_TOKENS)
         how.bytes_of_row(self.shape, x)
         out, routed = memory or (self._empty_rows(x), self._empty_routed(few))
-        route = self._route_args(*given, routed, choosing, small=True)
+        route = self._route_args(ids, weights, tokens, routed, choosing, small=True)
         args = how.small_args(self.shape, self.layout, route, x, out, few, num_sms, groups)
         return how.SmallCall(args, num_sms, lay.small_shared(self.shape, few, self._room), out, routed)
 

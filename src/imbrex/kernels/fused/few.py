@@ -130,4 +130,12 @@ def _maps(small: SmallCall, experts: Sequence[Weights], act_LRF: Tensor, out_LRD
     return ByValue(b"".join(bytes(both_maps(rows, *two, act, out).raw) for rows, two, act, out in each))
 
 
-__all__ = ["dispatch_and_experts", "few_variant", "run_few", "shipped_variants", "why_not_few"]
+__all__ = [
+    "SOURCE",
+    "THREADS",
+    "dispatch_and_experts",
+    "few_variant",
+    "run_few",
+    "shipped_variants",
+    "why_not_few",
+]
