@@ -7,7 +7,8 @@ no choice is made. Captured, one after the other with two sets of weights in tur
 L2; all ways in turns, in one process. Microseconds of a layer; `read_us`: the weights alone, at a copy's
 rate. `--fp8`: the same experts in fp8 as well, in one launch, or in three that quantise rows and multiply.
 `--one-kernel`: dispatch and both products in one kernel as well (`kernels.fused.few`), with so many
-multiprocessors that dispatch before they compute, or `64:256`, with so many threads a block.
+multiprocessors that dispatch before they compute; `64:256:8`: and with so many threads a block, and steps of
+weights that are asked into L2.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from imbrex.kernels.exchange.groups import empty_groups
 from imbrex.kernels.ffn.ffn import run_experts
 from imbrex.kernels.ffn.fp8 import Fp8Experts, ffn_fp8, quantise_experts
 from imbrex.kernels.ffn.glue import COUNTERS, Groups
-from imbrex.kernels.fused.few import THREADS, dispatch_and_experts
+from imbrex.kernels.fused.few import How, dispatch_and_experts
 from imbrex.kernels.heap import VirtualHeap
 from imbrex.kernels.routing.routed import Routed
 from imbrex.placement import contiguous
@@ -38,9 +39,9 @@ from imbrex.transport.nvlink import room_for
 
 RESULTS = Path(__file__).parent / "results" / "decode_one.json"
 QUESTION = "How long do dispatch, experts and sums of a small batch take on one GPU?"
-Way = bool | tuple[int, int]
-"""Whether one launch computes both products; or multiprocessors that dispatch, and threads of a block, of one
-kernel that dispatches as well."""
+Way = bool | tuple[int, How]
+"""Whether one launch computes both products; or, of one kernel that dispatches as well, the multiprocessors
+that do."""
 CALLS, RANKS, PAUSE, SMS_HOME = 8, 2, 200_000, 96
 WAYS: dict[str, Way] = {"one launch": True, "two launches": False}
 FP8_WAYS: dict[str, Way] = {"fp8, one launch": True, "fp8, three launches": False}
@@ -71,13 +72,13 @@ class Layer:
         self.y_TD = torch.empty_like(inputs[0])
 
     def call(self, weights: Weights) -> None:
-        in_one = isinstance(self.way, tuple)
-        out_RD, routed = self._rows_in_one(weights, *self.way) if in_one else self._rows(weights)
+        way = self.way
+        out_RD, routed = self._in_one(weights, *way) if isinstance(way, tuple) else self._rows(weights)
         self.exchange.combine(out_RD, routed, weighted=False, num_sms=SMS_HOME, out=self.y_TD)
 
-    def _rows_in_one(self, weights: Any, sms: int, threads: int) -> tuple[Tensor, Routed]:
+    def _in_one(self, weights: Any, sms: int, how: How) -> tuple[Tensor, Routed]:
         inputs = (*self.inputs, None)
-        out_1RD, routed, _ = dispatch_and_experts(self.exchange, inputs, [weights], sms, threads=threads)
+        out_1RD, routed, _ = dispatch_and_experts(self.exchange, inputs, [weights], sms, how=how)
         return out_1RD[0], routed
 
     def _rows(self, weights: Weights) -> tuple[Tensor, Routed]:
@@ -124,9 +125,9 @@ def make_weights(shape: Shape) -> tuple[Tensor, Tensor]:
 def ways_in_one(given: str) -> dict[str, Way]:
     """The ways of one kernel that `--one-kernel` names."""
     ways: dict[str, Way] = {}
-    for sms, _, threads in (way.partition(":") for way in given.split(",") if way):
-        name = f"one kernel, {sms} dispatch" + (f", {threads} threads" if threads else "")
-        ways[name] = int(sms), int(threads or THREADS)
+    for way in given.split(",") if given else ():
+        sms, *how = map(int, way.split(":"))
+        ways[f"one kernel, {way} dispatch"] = sms, How(*how)
     return ways
 
 

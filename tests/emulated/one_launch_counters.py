@@ -36,7 +36,7 @@ PRODUCER = {
     "slot": r"work\.part\};\s+ptx::mbarrier_arrive\(shared\.slot_full",
     "look": r"written\.is\(work\.part\)",
     "columns": r"load_work<true, false>",
-    "launches": r"if \(index == 0\) begin\(\)",
+    "launches": r"if \(index == 0\) begin\(work, ahead\)",
     "wait": r"if \(!Up::kQuantises && work\.down\) written\.wait\(work\.part\)",
     "rows": r"load_work<false, true>",
     "rest": r"load\(few, steps\)",

@@ -76,6 +76,7 @@ inline void tma_load_3d_multicast(u32 target, const TensorMap* map, u32 barrier,
 inline void tma_load_4d_multicast(u32 target, const TensorMap* map, u32 barrier, int x, int y, int z, int w, u16 blocks) {
     tiled_load(target, map, barrier, {x, y, z, w}, blocks);
 }
+inline void tma_prefetch_3d(const TensorMap*, int, int, int) {}
 inline void tma_load_2d(u32 target, const TensorMap* map, u32 barrier, int x, int y) {
     tiled_load(target, map, barrier, {x, y, 0, 0});
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from imbrex.kernels.exchange.failures import ExchangeError
-from imbrex.kernels.fused.few import dispatch_and_experts
+from imbrex.kernels.fused.few import How, dispatch_and_experts
 from imbrex.kernels.gemm.gemm import check_products
 from imbrex.placement.layouts import contiguous
 from tests.emulated.few import Few, apart, begin, differences, together
@@ -52,13 +52,13 @@ def test_the_bits_of_a_dispatch_and_its_experts(world: int, tokens: int, skew: f
     check_products(few.exchange.device.index or 0)
 
 
-@pytest.mark.parametrize("threads", [256, 512, 640])
+@pytest.mark.parametrize("how", [How(256), How(512), How(512, 8), How(640)])
 @pytest.mark.parametrize(("width", "inner"), [(2048, 768), (7168, 2048), (264, 136)])
-def test_sizes_of_models(width: int, inner: int, threads: int) -> None:
+def test_sizes_of_models(width: int, inner: int, how: How) -> None:
     few = few_of(1, 16, width=width, inner=inner)
     two = apart(few, 64)
     for _ in range(20):
-        assert differences(few, together(few, 64, threads=threads), two) == []
+        assert differences(few, together(few, 64, how=how), two) == []
 
 
 @pytest.mark.parametrize("name", ["no rows", "one rank has all", "all dispatch", "few dispatch"])
@@ -88,4 +88,4 @@ def test_a_rank_that_never_comes_leaves_no_rows() -> None:
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 @pytest.mark.timeout(300)
 def test_compute_sanitizer_finds_nothing(tool: str) -> None:
-    check_tests(tool, f"{__file__}::test_sizes_of_models[264-136-512]")
+    check_tests(tool, f"{__file__}::test_sizes_of_models[264-136-how1]")

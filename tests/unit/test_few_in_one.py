@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from imbrex.kernels.exchange.failures import ExchangeError
+from imbrex.kernels.fused.few import How
 from imbrex.kernels.gemm.gemm import products_status
 from imbrex.kernels.jit import KernelError
 from imbrex.kernels.structs import struct
@@ -41,7 +43,7 @@ def words_of(few: Few) -> list[list[int]]:
     return few.exchange.heap.local[:, at : at + 8].clone().view(torch.int32).tolist()
 
 
-def check_bits(few: Few, **how: int) -> None:
+def check_bits(few: Few, **how: Any) -> None:
     """The same bits twice, and zeros again where blocks are counted."""
     two = apart(few)
     for _ in range(2):
@@ -78,9 +80,9 @@ def test_shapes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     check_bits(make(monkeypatch, case, blocks=blocks), sms=sms)
 
 
-@pytest.mark.parametrize("threads", [256, 640])
-def test_any_number_of_threads_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
-    check_bits(make(monkeypatch, TWO), threads=threads)
+@pytest.mark.parametrize("how", [How(256), How(640, 1)])
+def test_any_way_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, how: How) -> None:
+    check_bits(make(monkeypatch, TWO), how=how)
 
 
 def shows(monkeypatch: pytest.MonkeyPatch, edits: Edits, seeds: int) -> int:

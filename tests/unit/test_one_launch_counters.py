@@ -96,8 +96,8 @@ FAULTS: dict[str, tuple[str, Edits, str]] = {
     "rows are asked for before they are placed": (
         "a block dispatches",
         (
-            (BOTH, "        if (index == 0) begin();\n", ""),
-            (BOTH, "        const auto load", "begin();const auto load"),
+            (BOTH, "        if (index == 0) begin(work, ahead);\n", ""),
+            (BOTH, "        const auto load", "begin(work, ahead);const auto load"),
         ),
         "not placed",
     ),

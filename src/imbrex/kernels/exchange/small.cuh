@@ -59,8 +59,8 @@ struct Small {
     int counters;
 };
 
-// Words of products in the same launch, zeros when a call begins and when it has ended: blocks that have placed
-// their rows, and whether it is told which experts have any.
+// Words of products in the same launch, zeros when a call begins and when it has ended: blocks that have
+// placed their rows, and whether it is told which experts have any.
 __device__ __forceinline__ u32* placed_of(const Call& call) { return &call.own->drawn[kSmall][0]; }
 __device__ __forceinline__ u32* told_of(const Call& call) { return &call.own->drawn[kSmall][1]; }
 

@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
             Units units{room, room + both.experts + 1, room + 2 * (both.experts + 1)};
             units.take(both.hits, wait_for_hits(both.hits));
             if (ptx::lane_id() == 0)
-                produce_both(both, maps, shared, units, WholeLaunch{}, [] {
+                produce_both(both, maps, shared, units, WholeLaunch{}, [](const Work&, int) {
                     ptx::wait_for_launches();
                     ptx::launch_dependents();
                 });

@@ -187,8 +187,8 @@ __device__ __forceinline__ void load_work(const BothMaps& maps, const Shared<Up>
         load_columns<Up, true>(map + 1, full, shared.b_of(stage), work.tile.expert, work.tile.column, k);
 }
 
-// Who takes tiles: all blocks of the launch. `first`: the number of this block's first one; `reserved`: how many
-// such tiles nobody draws, those of the lowest numbers; `all`: how many blocks look at counters.
+// Who takes tiles: all blocks of the launch. `first`: the number of this block's first one; `reserved`: how
+// many such tiles nobody draws, those of the lowest numbers; `all`: how many blocks look at counters.
 struct WholeLaunch {
     __device__ __forceinline__ int first() const { return static_cast<int>(blockIdx.x); }
     __device__ __forceinline__ u32 reserved() const { return gridDim.x; }
@@ -203,7 +203,8 @@ __device__ __forceinline__ void leave(const Both& both, u32 of_all) {
     }
 }
 
-// The producer thread. `begin` waits until rows of gate and up may be asked for, once.
+// The producer thread. `begin(tile, step)` waits until rows of gate and up may be asked for, once; columns of
+// the first tile have been asked for up to that step.
 template <class Team, class Begin>
 __device__ __forceinline__ void produce_both(const Both& both, const BothMaps& maps,
                                              const Shared<Up>& shared, const Units& units, const Team& team,
@@ -237,7 +238,7 @@ __device__ __forceinline__ void produce_both(const Both& both, const BothMaps& m
             ptx::mbarrier_wait(shared.empty + 8 * ring.stage, ring.phase ^ 1, patience);
             load_work<true, false>(maps, shared, ring.stage, work, step * Up::kBlockK);
         }
-        if (index == 0) begin();
+        if (index == 0) begin(work, ahead);
         if (!Up::kQuantises && work.down) written.wait(work.part);
 #pragma unroll 1
         for (int step = 0; step < ahead; ++step, rows.next())

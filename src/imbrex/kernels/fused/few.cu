@@ -19,8 +19,9 @@
 //     placed, whether or not its peers came: products end, in bounded time.
 //   Products wait for blocks of this launch, all of which are resident, one a multiprocessor: for what is
 //     told, for rows, and as ffn/both.cuh says.
-//   Who waits for rows acquires their count and fences for the copy engine; who counts has fenced for it, with
-//     all threads of its block. A thread of its own waits: a fence behind loads under way waits for them.
+//   Who waits for rows acquires their count and fences for the copy engine; who counts has fenced for it,
+//     with all threads of its block. A thread of its own waits, as a fence behind loads under way waits for
+//     those.
 //   Weights of rows are read as memory that this kernel writes (gemm/store.cuh).
 //   Shared memory of routing is that of the ring: all threads fence before the first load.
 //   Both words are zeros when a call begins: the last block of a call that leaves sets them back.
@@ -32,6 +33,9 @@
 
 #ifndef LOCAL_RANKS
 #define LOCAL_RANKS 1
+#endif
+#ifndef INTO_L2
+#define INTO_L2 0
 #endif
 
 namespace fused {
@@ -92,8 +96,8 @@ __device__ __forceinline__ u32 due(const Call& call) {
     return static_cast<u32>(gemm::least(call.blocks, exchange::placing(call) + 1));
 }
 
-// Until `word` has reached `value`; false after longer than any dispatch takes, which is a bug. No function is
-// called here: a thread has other registers than it began with.
+// Until `word` has reached `value`; false after longer than any dispatch takes, which is a bug. No function
+// is called here: a thread has other registers than it began with.
 __device__ __forceinline__ bool wait_word(const Call& call, const u32* word, u32 value, u32* status) {
     const u64 begin = ptx::global_timer(), longest = 2 * call.group->timeout_ns + ffn::kLongest;
 #pragma unroll 1
@@ -139,6 +143,19 @@ __device__ __forceinline__ void dispatch_part(Call call, const Small& small, Roo
     ptx::add_relaxed_gpu(exchange::placed_of(call), 1);
 }
 
+// Columns of a block's first tile that its ring has no room for, while rows are placed: INTO_L2 steps.
+__device__ __forceinline__ void ask_into_l2(const Both& both, const BothMaps& maps, const ffn::Work& work,
+                                            int begin) {
+    const int k = work.down ? both.inner : both.width, end = gemm::least(k, (begin + INTO_L2) * Up::kBlockK);
+    const TensorMap* map = maps.of[work.down] + 1;
+    const int expert = work.tile.expert, column = work.tile.column;
+#pragma unroll 1
+    for (int at = begin * Up::kBlockK; at < end; at += Up::kBlockK) {
+        ptx::tma_prefetch_3d(map, at, column, work.down ? expert : 2 * expert);
+        if (!work.down) ptx::tma_prefetch_3d(map, at, column, 2 * expert + 1);
+    }
+}
+
 // The warp that asks for loads.
 __device__ __forceinline__ void produce_few(const Call& call, const Both& both, const BothMaps& maps,
                                             const Shared<Up>& shared, const Few& few, const Small& small,
@@ -154,7 +171,8 @@ __device__ __forceinline__ void produce_few(const Call& call, const Both& both, 
         units.hits = 0;
     if (ptx::lane_id() != 0) return;
     const Team team{call, both.counter, few.movers + small.pushers};
-    produce_both(both, maps, shared, units, team, [&] {
+    produce_both(both, maps, shared, units, team, [&](const ffn::Work& work, int ahead) {
+        if (INTO_L2 > 0) ask_into_l2(both, maps, work, ahead);
         while (!ptx::mbarrier_try(begun, 0)) {}
         ptx::launch_dependents();
     });

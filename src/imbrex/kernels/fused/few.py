@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,18 +27,25 @@ from imbrex.kernels.structs import struct
 SOURCE, ENTRY = "fused/few.cu", "dispatch_and_experts"
 FEW = struct(SOURCE, "Few")
 Weights = tuple[Tensor, Tensor]
-THREADS = 512
-"""Threads of a block, all of which route: more leave too few registers for those that multiply."""
 MOST_LOCAL = 4
 """Ranks of a launch, each with six tensor maps among its arguments."""
 STATIC_BYTES = 1024
 """Bytes of shared memory that the kernel has besides what a launch asks for, at most."""
 
 
-def few_variant(*, local_ranks: int = 1, threads: int = THREADS) -> Variant:
-    """The kernel for so many ranks a launch. threads: 256, 512 or 640 of a block."""
-    both = both_variant(weighted=True)
-    more = ("LOCAL_RANKS", local_ranks), ("ROUTE_THREADS", threads), ("ROUTE_FIRST", 0)
+class How(NamedTuple):
+    """How a launch goes about it, which changes no bit. threads: of a block, 256, 512 or 640, all of which
+    route; more leave too few registers for those that multiply. into_l2: steps of a block's first tile whose
+    weights are asked into L2 while rows are placed, behind those that it has room for."""
+
+    threads: int = 512
+    into_l2: int = 0
+
+
+def few_variant(*, local_ranks: int = 1, how: How = How()) -> Variant:  # noqa: B008 (immutable)
+    """The kernel for so many ranks a launch."""
+    both, routes = both_variant(weighted=True), (("ROUTE_THREADS", how.threads), ("ROUTE_FIRST", 0))
+    more = ("LOCAL_RANKS", local_ranks), ("INTO_L2", how.into_l2), *routes
     return replace(both, source=SOURCE, entry=ENTRY, defines=(*both.defines, *more))
 
 
@@ -63,7 +71,7 @@ def dispatch_and_experts(
     experts: Sequence[Weights],
     num_sms: int = lay.SMALL_SMS,
     *,
-    threads: int = THREADS,
+    how: How = How(),  # noqa: B008 (immutable)
 ) -> tuple[Tensor, Routed, RowGroups]:
     """Queue a small dispatch of `inputs`, (x, ids, weights, tokens) as `dispatch_small` takes them, and the
     experts of its rows: the weighted results [L, row_capacity, D], the routing, and the groups of the rows.
@@ -77,7 +85,7 @@ def dispatch_and_experts(
     if why is not None:
         raise KernelError(f"one launch for dispatch and experts: {why}; take two")
     act, out = x.new_empty(ranks, room, inner), torch.empty_like(small.rows)
-    run_few(exchange, small, experts, (act, out), threads=threads)
+    run_few(exchange, small, experts, (act, out), how=how)
     return out, small.routed, groups
 
 
@@ -87,7 +95,7 @@ def run_few(
     experts: Sequence[Weights],
     memory: tuple[Tensor, Tensor],
     *,
-    threads: int = THREADS,
+    how: How = How(),  # noqa: B008 (immutable)
 ) -> None:
     """Queue a small dispatch, with the groups of its rows, and their experts. All contiguous bf16.
 
@@ -101,11 +109,9 @@ def run_few(
     assert small.sms <= blocks, "every block has a multiprocessor: they wait for each other"
     assert out.shape[1] <= small.rows.shape[1]
     args = _few_args(small, out, tuple(down_eDF.shape))
-    variant, smem = (
-        few_variant(local_ranks=ranks, threads=threads),
-        max(small.shared, shared_bytes(len(down_eDF))),
-    )
-    exchange.launch_small(variant, (blocks, threads, smem), small, [args, _maps(small, experts, act, out)])
+    block = blocks, how.threads, max(small.shared, shared_bytes(len(down_eDF)))
+    variant, maps = few_variant(local_ranks=ranks, how=how), _maps(small, experts, act, out)
+    exchange.launch_small(variant, block, small, [args, maps])
     check_products(out.get_device())
 
 
@@ -132,7 +138,7 @@ def _maps(small: SmallCall, experts: Sequence[Weights], act_LRF: Tensor, out_LRD
 
 __all__ = [
     "SOURCE",
-    "THREADS",
+    "How",
     "dispatch_and_experts",
     "few_variant",
     "run_few",

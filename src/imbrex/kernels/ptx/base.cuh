@@ -184,6 +184,13 @@ __device__ __forceinline__ void tma_load_3d(u32 target, const TensorMap* map, u3
         : "memory");
 }
 
+// The same box into L2 alone.
+__device__ __forceinline__ void tma_prefetch_3d(const TensorMap* map, int x, int y, int z) {
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y),
+                 "r"(z)
+                 : "memory");
+}
+
 __device__ __forceinline__ void tma_load_4d(u32 target, const TensorMap* map, u32 barrier, int x, int y,
                                             int z, int w) {
     asm volatile(
