@@ -28,6 +28,7 @@ from imbrex.bench.shapes import MODELS, Shape
 from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.exchange.groups import empty_groups
+from imbrex.kernels.exchange.launches import Sums
 from imbrex.kernels.ffn.ffn import run_experts
 from imbrex.kernels.ffn.fp8 import Fp8Experts, ffn_fp8, quantise_experts
 from imbrex.kernels.ffn.glue import COUNTERS, Groups
@@ -73,13 +74,17 @@ class Layer:
 
     def call(self, weights: Weights) -> None:
         way = self.way
-        out_RD, routed = self._in_one(weights, *way) if isinstance(way, tuple) else self._rows(weights)
-        self.exchange.combine(out_RD, routed, weighted=False, num_sms=SMS_HOME, out=self.y_TD)
+        sums: Sums = {"weighted": False}
+        if isinstance(way, tuple):
+            out_RD, routed, sums["behind"] = self._in_one(weights, *way)
+        else:
+            out_RD, routed = self._rows(weights)
+        self.exchange.combine(out_RD, routed, num_sms=SMS_HOME, out=self.y_TD, **sums)
 
-    def _in_one(self, weights: Any, sms: int, how: How) -> tuple[Tensor, Routed]:
+    def _in_one(self, weights: Any, sms: int, how: How) -> tuple[Tensor, Routed, int]:
         inputs = (*self.inputs, None)
-        out_1RD, routed, _ = dispatch_and_experts(self.exchange, inputs, [weights], sms, how=how)
-        return out_1RD[0], routed
+        done = dispatch_and_experts(self.exchange, inputs, [weights], sms, how=how)
+        return done.out[0], done.routed, done.behind
 
     def _rows(self, weights: Weights) -> tuple[Tensor, Routed]:
         exchange, room = self.exchange, self.exchange.shape.row_capacity

@@ -58,6 +58,7 @@ LONGEST = [
     "unit/test_house_rules",
     "unit/test_simulate_plans",
     "ranks/test_events",
+    "unit/test_few_in_one",
     "unit/test_one_launch",
     "unit/test_portable_gemm",
     "unit/test_expert_kernels_emulated",

@@ -48,7 +48,7 @@ def test_the_bits_of_a_dispatch_and_its_experts(world: int, tokens: int, skew: f
         graph.replay()
         few.exchange.check(synchronize=True)
         two = apart(few, sms)
-        assert differences(few, captured, two) == [], f"replay {seed}"
+        assert differences(few, captured[:3], two) == [], f"replay {seed}"
     check_products(few.exchange.device.index or 0)
 
 
@@ -79,10 +79,10 @@ def test_a_rank_that_never_comes_leaves_no_rows() -> None:
     exchange = few.exchange
     together(few, 32)
     exchange.heap.local, exchange.local_ranks = exchange.heap.local[:1], 1
-    out, _, _ = dispatch_and_experts(exchange, few.tensors, few.experts[:1], 32)
+    done = dispatch_and_experts(exchange, few.tensors, few.experts[:1], 32)
     with pytest.raises(ExchangeError, match=r"timed out, waiting for expert ids of rank 1"):
         exchange.check(synchronize=True)
-    assert out.isnan().all()
+    assert done.out.isnan().all()
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])

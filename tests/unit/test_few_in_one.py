@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from imbrex.kernels.exchange.failures import ExchangeError
-from imbrex.kernels.fused.few import How
+from imbrex.kernels.fused.few import How, why_not_few
 from imbrex.kernels.gemm.gemm import products_status
 from imbrex.kernels.jit import KernelError
 from imbrex.kernels.structs import struct
@@ -96,19 +96,30 @@ def test_any_interleaving_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> 
     assert shows(monkeypatch, (), 12) == 0
 
 
+def test_why_not_few_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = make(monkeypatch, TWO)
+    small = few.exchange.small_call(few.tensors, 3, None, None, {})
+    assert why_not_few(few.exchange, small, 4) is None
+    assert "5 multiprocessors" in (why_not_few(few.exchange, small._replace(sms=6), 4) or "")
+    assert "1025 experts" in (why_not_few(few.exchange, small, 1025) or "")
+    assert "shared memory" in (why_not_few(few.exchange, small._replace(shared=1 << 18), 4) or "")
+    with pytest.raises(KernelError, match="is to dispatch on 6"):
+        together(few, 6)
+
+
 FAULTS: dict[str, tuple[str, str]] = {
     "rows are not waited for": (
-        "wait_word(call, exchange::placed_of(call), due(call), few.both.status);",
-        "",
+        "[=](u32 placed) { return placed >= due; }",
+        "[=](u32) { return true; }",
     ),
     "rows of a block are not waited for": (
-        "gemm::least(call.blocks, exchange::placing(call) + 1));",
-        "gemm::least(call.blocks, exchange::placing(call) + 1) - 1);",
+        "const u32 due = exchange::counted_of(call.blocks);",
+        "const u32 due = exchange::counted_of(call.blocks) - 1;",
     ),
     "a block counts itself before it has placed": (
         "    bool fine = true;\n    if (call.block < call.blocks) {",
-        "    bool fine = true;\n    if (threadIdx.x == 0 && counts(call)) "
-        "ptx::add_relaxed_gpu(exchange::placed_of(call), 1);\n    if (call.block < call.blocks) {",
+        "    bool fine = true;\n    if (threadIdx.x == 0) tell_dispatched(call);\n"
+        "    if (call.block < call.blocks) {",
     ),
 }
 PLACE = "    place_parts(call, small, s, 0, 1, row_of);\n"
@@ -129,8 +140,8 @@ def test_faults_show(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 AT_ONCE = (
-    "const bool told = wait_word(call, exchange::told_of(call), 1, both.status);",
-    "const bool told = static_cast<int>(both.hits[0]) >= 0;",
+    "[](u32 word) { return (word & exchange::kHitsTold) != 0; });",
+    "[](u32) { return true; }) && static_cast<int>(both.hits[0]) >= 0;",
 )
 
 

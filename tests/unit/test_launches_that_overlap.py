@@ -16,13 +16,13 @@ from imbrex.kernels.gemm.gemm import ALONE, FOLLOWS, Epilogue, Layout, Tiling, l
 from imbrex.kernels.gemm.tiling import LOW, SMALL
 from imbrex.kernels.routing.routed import Sizes, empty_routed
 from imbrex.kernels.rows import weights
-from imbrex.kernels.structs import SOURCES
+from imbrex.kernels.structs import SOURCES, struct
 from imbrex.placement import contiguous
 from tests.emulated import kernel
 from tests.emulated.gemm import Edits, EmulatedKernel, emulate
 from tests.emulated.kernel import available
 from tests.emulated.ragged import TAIL, draw, ends_of, poisoned, rows_of
-from tests.emulated.scenario import Case, check_small, make_exchange, make_inputs
+from tests.emulated.scenario import Case, check_small, make_exchange, make_inputs, route
 
 pytestmark = pytest.mark.skipif(not available(), reason="needs g++")
 
@@ -158,6 +158,8 @@ inline void check_waited() {
 CHECK = "    ::sums::check_waited();\n"
 SPOIL = "    if (ptx::lane_id() == 0) leave_if_failed(call, kRowsReduced);\n"
 END = "    end_call(call);\n"
+BEHIND = "BEHIND_DISPATCH ? !is_routed(name_call(group, kCombine), reduce.early)"
+UNLESS_EARLY = f"    if ({BEHIND} : !reduce.early)\n        "
 
 
 def test_sums_ask_for_rows_when_these_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +171,7 @@ def test_sums_ask_for_rows_when_these_are_there(monkeypatch: pytest.MonkeyPatch)
         "exchange/terms.cuh": [("namespace sums {\n\nusing", WAITED + "namespace sums {\n\nusing")],
         "exchange/reduce.cuh": [(WAIT, NOTE), (SPOIL, "    check_waited();\n" + SPOIL)],
         "exchange/reduce.cu": [
-            ("    if (!reduce.early) " + WAIT, "    emu_waited.erase(&emu::self());"),
+            (UNLESS_EARLY + WAIT, "    emu_waited.erase(&emu::self());"),
             (WAIT, NOTE),
             (END, "    check_waited();\n" + END),
         ],
@@ -177,6 +179,30 @@ def test_sums_ask_for_rows_when_these_are_there(monkeypatch: pytest.MonkeyPatch)
     files["exchange/terms.cuh"].append((head, head + "    check_waited();\n"))
     monkeypatch.setattr(jit, "latest_launch", lambda device: SimpleNamespace(entry=FOLLOWS.file[1]))
     check_small(SMALL_CASE, make_exchange(SMALL_CASE, load=edited(monkeypatch, files), timeout=20.0))
+
+
+CONTROL = struct("peers/protocol.cuh", "Control")
+
+
+@pytest.mark.parametrize(
+    ("placed", "told", "waits"), [(4, 3, False), (3, 3, True), (4, 1, True), (4, 2, True), (0, 0, True)]
+)
+def test_sums_behind_a_launch_that_dispatches_wait_until_routing_is_written(
+    monkeypatch: pytest.MonkeyPatch, placed: int, told: int, waits: bool
+) -> None:
+    """Five blocks dispatch, one of which tells where tokens go, and is not counted among those that place."""
+    note = "control_of(group, group.first)->unused = 1;"
+    files = {"exchange/reduce.cu": [(UNLESS_EARLY + WAIT, UNLESS_EARLY + note)]}
+    exchange, inputs = make_exchange(SMALL_CASE, load=edited(monkeypatch, files)), make_inputs(SMALL_CASE)
+    routed, heaps = route(SMALL_CASE, exchange, inputs), exchange.heap.local
+    at, unused = CONTROL.drawn.offset + 8 * 4, CONTROL.unused.offset
+    heaps[:, at : at + 8] = torch.tensor([placed, told], dtype=torch.int32).view(torch.uint8)
+    rows = torch.randn(2, exchange.shape.row_capacity, SMALL_CASE.width).bfloat16()
+    y = exchange.combine(rows, routed, num_sms=2, behind=5)
+    exchange.check(synchronize=True)
+    assert bool(heaps[:, unused].any()) is waits
+    again, tokens = exchange.combine(rows, routed, num_sms=2), min(SMALL_CASE.tokens)
+    assert torch.equal(y[:, :tokens], again[:, :tokens])
 
 
 def test_sums_of_a_rank_alone_ask_for_rows_when_these_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -330,9 +330,9 @@ class Recorder:
             out_RD,
         )
         with recording() as tape:
-            launches = self._launch_rows(call, places, tokens, weights)
-            self._agree_on_rows()
             sums: Sums = {"weighted": False, "addend": added_TD}
+            launches = self._launch_rows(call, places, tokens, weights, sums)
+            self._agree_on_rows()
             home = {"num_sms": self.dispatcher.sms.combine, "out": y_TD}
             kernels.combine(out_RD, places.routed, **home, **sums)
         if len(tape) != launches + 1 or self.dispatcher.transport.capturing:
@@ -348,8 +348,10 @@ class Recorder:
         places: _Places,
         tokens: tuple[Tensor, Tensor, Tensor],
         weights: tuple[Tensor, Tensor],
+        sums: Sums,
     ) -> int:
-        """Launch a dispatch and the experts of its rows: how many launches these are."""
+        """Launch a dispatch and the experts of its rows: how many launches these are. sums: options of the
+        combine behind, to which those that follow are added."""
         (kernels, part, (*_, one_launch)), sms, choosing = call, self.dispatcher.sms, self.dispatcher.choosing
         routed, rows_RD, row_groups, gate_up_RG, act_RF, out_RD = places
         expected = kernels.shape.mean_rows(part.max_tokens) if part.is_small else 0
@@ -360,7 +362,8 @@ class Recorder:
             load = self.dispatcher.transport.load
             kernels.dispatch_expert(*tokens, sms.dispatch, out=rows_RD, routed=routed, **choosing)
             run_spread(routed, len(rows_RD), len(weights[1]), row_groups, load=load)
-        elif in_one and self._launch_few(kernels, places, tokens, weights):
+        elif in_one and (behind := self._launch_few(kernels, places, tokens, weights)):
+            sums["behind"] = behind
             return 1
         else:
             to = {"groups": row_groups, "memory": (rows_RD[None], routed)}
@@ -378,18 +381,18 @@ class Recorder:
         places: _Places,
         tokens: tuple[Tensor, Tensor, Tensor],
         weights: tuple[Tensor, Tensor],
-    ) -> bool:
-        """Launch the dispatch of a small batch and its experts in one, if the transport is to and can."""
+    ) -> int:
+        """Launch the dispatch of a small batch and its experts in one, if the transport is to and can: the
+        `behind` of its sums, else 0."""
         dispatcher = self.dispatcher
         if not dispatcher.transport.one_kernel:
-            return False
+            return 0
         memory = places.rows_RD[None], places.routed
         inputs, sms = (*tokens, None), dispatcher.sms.small
         small = kernels.small_call(inputs, sms, places.groups, memory, dispatcher.choosing)
         if why_not_few(kernels, small, len(weights[1])) is not None:
-            return False
-        run_few(kernels, small, [weights], (places.act_RF[None], places.out_RD[None]))
-        return True
+            return 0
+        return run_few(kernels, small, [weights], (places.act_RF[None], places.out_RD[None]))
 
     def _keep(
         self, key: Any, first: Any, kinds: tuple[str, ...], between: Sequence[Any], last: Any | None

@@ -400,7 +400,6 @@ class NvlinkExchange:
     ) -> None:
         """Launch a kernel that does more than a small dispatch, and takes `besides` after its arguments.
         block: blocks a rank, threads and shared memory of a block."""
-        self._kernel(variant)
         self._launch(variant, "small", *block, small.args, besides)
 
     def combine(
@@ -426,9 +425,10 @@ class NvlinkExchange:
             out = self._unwritten(how.empty_sums(self.local_ranks, (tokens, width), out_dtype, self.device))
         sums.setdefault("weighted", True)
         args, shared = self._reduce_args(rows, out, routed, sums), lay.reduce_shared(2 * width, wire)
-        args.early = ended_before_last(self.heap.local.get_device())
+        args.early = sums.get("behind") or ended_before_last(self.heap.local.get_device())
         args.each = lay.most_pieces(args, self.shape.ranks) <= num_sms * lay.REDUCE_WARPS
-        self._launch(kernel.REDUCE[wire == "fp8"], "combine", num_sms, kernel.REDUCE_THREADS, shared, args)
+        variant = kernel.REDUCE_BEHIND if "behind" in sums else kernel.REDUCE[wire == "fp8"]
+        self._launch(variant, "combine", num_sms, kernel.REDUCE_THREADS, shared, args)
         return out
 
     def combine_beside(
@@ -448,7 +448,6 @@ class NvlinkExchange:
         """
         blocks, threads, shared, cluster = block
         args = self._reduce_args(rows, out, routed, sums)
-        self._kernel(variant)
         self._launch(variant, "combine", blocks, threads, shared, args, besides, cluster)
 
     def _reduce_args(self, rows: Tensor, out: Tensor, routed: Routed, sums: Sums) -> ctypes.Structure:
@@ -532,7 +531,7 @@ class NvlinkExchange:
         self.last_sms[kind] = blocks
         shape = {"grid": blocks * self.local_ranks, "block": threads, "smem": shared, "cluster": cluster}
         how = {**shape, "dependent": bool(besides) or variant in kernel.DEPENDENT}
-        records.launch(self._kernels[variant], [self._group(blocks), args, *besides], how)
+        records.launch(self._kernel(variant), [self._group(blocks), args, *besides], how)
 
     def launch_again(self, launch: Any, kinds: Sequence[str], *addresses: int) -> None:
         """Make a recorded launch again. kinds: the calls that it stands for."""

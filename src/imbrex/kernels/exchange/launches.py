@@ -303,6 +303,8 @@ class Sums(TypedDict, total=False):
         every choice, [T, K] (or [L, max_tokens, K]).
     pieces: as `lay.combine_pieces` gives them, the same on all ranks.
     wire: "bf16", or "fp8": sums cross as rows of the `fp8` codec, and D is a multiple of 256.
+    behind: of the launch right before, if that is one that dispatches as well (`kernels.fused.few`), the
+        blocks of a rank that do, at least 1. Sums cross as bf16.
     """
 
     weighted: bool
@@ -310,6 +312,7 @@ class Sums(TypedDict, total=False):
     values: tuple[Tensor, Tensor] | None
     pieces: tuple[int, int, int] | None
     wire: str
+    behind: int
 
 
 def reduce_args(

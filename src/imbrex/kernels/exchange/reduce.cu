@@ -4,7 +4,15 @@
 // so what routing wrote and earlier combines is there, and only rows are not: a warp draws its first piece
 // and asks where its rows are while the last tiles are computed. Memory that a kernel before may still read
 // (the result's may have been the rows of another product) is not touched until then.
+//
+// With BEHIND_DISPATCH the launch before has dispatched as well (fused/few.cu), `early` blocks of a rank, and
+// tells when routing is written.
 #include "exchange/reduce.cuh"
+#include "exchange/told.cuh"
+
+#ifndef BEHIND_DISPATCH
+#define BEHIND_DISPATCH 0
+#endif
 
 namespace exchange {
 
@@ -12,7 +20,8 @@ using Whole = Form<16, 6, kColumns, 2>;
 
 extern "C" __global__ void __launch_bounds__(32 * Whole::kWarps, 1)
     reduce_rows(const __grid_constant__ Group group, const __grid_constant__ Reduce reduce) {
-    if (!reduce.early) ptx::wait_for_launches();
+    if (BEHIND_DISPATCH ? !is_routed(name_call(group, kCombine), reduce.early) : !reduce.early)
+        ptx::wait_for_launches();
     const Call call = begin_call(group, kCombine);
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(ptx::lane_id()),
               ranks = group.ranks;

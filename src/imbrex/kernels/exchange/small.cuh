@@ -30,6 +30,7 @@
 #define IN_ONE_LAUNCH 0  // whether products are of the same launch (fused/few.cu)
 #endif
 #include "exchange/copy.cuh"
+#include "exchange/told.cuh"
 #include "ffn/hits.cuh"
 #include "routing/few.cuh"
 
@@ -58,11 +59,6 @@ struct Small {
     int slots;
     int counters;
 };
-
-// Words of products in the same launch, zeros when a call begins and when it has ended: blocks that have
-// placed their rows, and whether it is told which experts have any.
-__device__ __forceinline__ u32* placed_of(const Call& call) { return &call.own->drawn[kSmall][0]; }
-__device__ __forceinline__ u32* told_of(const Call& call) { return &call.own->drawn[kSmall][1]; }
 
 __device__ __forceinline__ u32* hits_of(const Call& call, const Small& small) {
     return small.hits + static_cast<i64>(call.local) * ffn::hit_words(small.slots);
@@ -114,14 +110,14 @@ __device__ __forceinline__ bool tells_groups(const Call& call) { return call.blo
 __device__ __forceinline__ bool tells_rows(const Call& call) {
     return call.block == max(0, call.blocks - 2);
 }
-__device__ __forceinline__ int placing(const Call& call) { return max(1, call.blocks - 2); }
+__device__ __forceinline__ int placing(const Call& call) { return placing_of(call.blocks); }
 
-// Which slots have rows. One warp. Whoever is of the same launch looks at a word that is zero when it begins.
+// Which slots have rows. One warp.
 template <class RowsOf>
 __device__ __forceinline__ void tell_hits(const Call& call, const Small& small, RowsOf rows_of) {
     ffn::tell_hits(hits_of(call, small), small.slots,
                    [&](int slot) { return slot < small.slots ? rows_of(slot) : 0; });
-    if (IN_ONE_LAUNCH && ptx::lane_id() == 0) ptx::store_release_gpu(told_of(call), 1);
+    if (IN_ONE_LAUNCH && ptx::lane_id() == 0) ptx::add_acq_rel_gpu(told_of(call), kHitsTold);
 }
 
 __device__ __forceinline__ u64 word_of(const Call& call, u32 value) {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from imbrex.kernels import jit
 from imbrex.kernels.exchange import layout as lay
 
@@ -65,6 +67,8 @@ REDUCE = {
     fp8: jit.Variant(source="exchange/reduce.cu", entry="reduce_rows", defines=(("WIRE_FP8", int(fp8)),))
     for fp8 in (False, True)
 }
-DEPENDENT = frozenset((SMALL, *REDUCE.values()))
+REDUCE_BEHIND = replace(REDUCE[False], defines=(*REDUCE[False].defines, ("BEHIND_DISPATCH", 1)))
+"""Sums right behind a launch that dispatches and computes as well."""
+DEPENDENT = frozenset((SMALL, REDUCE_BEHIND, *REDUCE.values()))
 """Kernels that may begin before the one before them has ended, and wait for it themselves."""
 GATHER = jit.Variant(source="exchange/gather.cu", entry="gather_sums")

@@ -88,20 +88,22 @@ struct Team {
     }
 };
 
-// Blocks whose rows, or weights of rows, products read.
-__device__ __forceinline__ bool counts(const Call& call) {
-    return call.block < exchange::placing(call) || (call.block < call.blocks && exchange::tells_groups(call));
-}
-__device__ __forceinline__ u32 due(const Call& call) {
-    return static_cast<u32>(gemm::least(call.blocks, exchange::placing(call) + 1));
+// This block has dispatched. One thread.
+__device__ __forceinline__ void tell_dispatched(const Call& call) {
+    if (call.block >= call.blocks) return;
+    ptx::fence_gpu();
+    if (call.block < exchange::placing(call) || exchange::tells_groups(call))
+        ptx::add_relaxed_gpu(exchange::placed_of(call), 1);
+    if (exchange::tells_rows(call)) ptx::add_relaxed_gpu(exchange::told_of(call), exchange::kRowsTold);
 }
 
-// Until `word` has reached `value`; false after longer than any dispatch takes, which is a bug. No function
+// Until `done(word)`; false after longer than any dispatch takes, which is a bug. No function
 // is called here: a thread has other registers than it began with.
-__device__ __forceinline__ bool wait_word(const Call& call, const u32* word, u32 value, u32* status) {
+template <class Done>
+__device__ __forceinline__ bool wait_word(const Call& call, const u32* word, u32* status, Done done) {
     const u64 begin = ptx::global_timer(), longest = 2 * call.group->timeout_ns + ffn::kLongest;
 #pragma unroll 1
-    while (ptx::load_acquire_gpu(word) < value) {
+    while (!done(ptx::load_acquire_gpu(word))) {
         if (ptx::global_timer() - begin > longest) {
             *status = 1;
             return false;
@@ -138,9 +140,7 @@ __device__ __forceinline__ void dispatch_part(Call call, const Small& small, Roo
     if (threadIdx.x != 0) return;
     room.call = call;
     room.whole = whole;
-    if (!counts(call)) return;
-    ptx::fence_gpu();
-    ptx::add_relaxed_gpu(exchange::placed_of(call), 1);
+    tell_dispatched(call);
 }
 
 // Columns of a block's first tile that its ring has no room for, while rows are placed: INTO_L2 steps.
@@ -162,7 +162,8 @@ __device__ __forceinline__ void produce_few(const Call& call, const Both& both, 
                                             u8* memory, u32 begun) {
     int* list = reinterpret_cast<int*>(memory);
     ffn::Units units{list, list + both.experts + 1, list + 2 * (both.experts + 1)};
-    const bool told = wait_word(call, exchange::told_of(call), 1, both.status);
+    const bool told = wait_word(call, exchange::told_of(call), both.status,
+                                [](u32 word) { return (word & exchange::kHitsTold) != 0; });
     if (!told) units.unit[0] = 0;
     __syncwarp();
     if (told)
@@ -210,7 +211,9 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
             const u32 behind = shared.staging + Up::kPanels * gemm::kPanel - ptx::smem_u32(memory);
             produce_few(call, both_of(call, small, few), maps, shared, few, small, memory + behind, begun);
         } else if (warp == 5 && ptx::lane_id() == 0) {
-            wait_word(call, exchange::placed_of(call), due(call), few.both.status);
+            const u32 due = exchange::counted_of(call.blocks);
+            wait_word(call, exchange::placed_of(call), few.both.status,
+                      [=](u32 placed) { return placed >= due; });
             ptx::fence_async();
             ptx::mbarrier_arrive(begun);
         }

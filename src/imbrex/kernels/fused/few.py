@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.exchange.groups import RowGroups, empty_groups
 from imbrex.kernels.exchange.launches import SmallCall
+from imbrex.kernels.exchange.variants import REDUCE_BEHIND
 from imbrex.kernels.ffn.both import BOTH, MOST_EXPERTS, both_maps, both_variant, shared_bytes
 from imbrex.kernels.ffn.glue import COUNTERS
 from imbrex.kernels.gemm.gemm import check_products, products_status
@@ -42,6 +43,16 @@ class How(NamedTuple):
     into_l2: int = 0
 
 
+class Computed(NamedTuple):
+    """Experts' results, weighted, [L, row_capacity, D], the routing of their rows and its groups. behind: for
+    a combine right behind (`Sums`)."""
+
+    out: Tensor
+    routed: Routed
+    groups: RowGroups
+    behind: int
+
+
 def few_variant(*, local_ranks: int = 1, how: How = How()) -> Variant:  # noqa: B008 (immutable)
     """The kernel for so many ranks a launch."""
     both, routes = both_variant(weighted=True), (("ROUTE_THREADS", how.threads), ("ROUTE_FIRST", 0))
@@ -50,7 +61,7 @@ def few_variant(*, local_ranks: int = 1, how: How = How()) -> Variant:  # noqa: 
 
 
 def shipped_variants() -> list[Variant]:
-    return [few_variant()]
+    return [few_variant(), REDUCE_BEHIND]
 
 
 def why_not_few(exchange: NvlinkExchange, small: SmallCall, experts: int) -> str | None:
@@ -72,10 +83,9 @@ def dispatch_and_experts(
     num_sms: int = lay.SMALL_SMS,
     *,
     how: How = How(),  # noqa: B008 (immutable)
-) -> tuple[Tensor, Routed, RowGroups]:
+) -> Computed:
     """Queue a small dispatch of `inputs`, (x, ids, weights, tokens) as `dispatch_small` takes them, and the
-    experts of its rows: the weighted results [L, row_capacity, D], the routing, and the groups of the rows.
-    Arguments are those of `run_few`; KernelError where `why_not_few` says why."""
+    experts of its rows. Arguments are those of `run_few`; KernelError where `why_not_few` says why."""
     x, ranks, (_, down_eDF) = inputs[0], exchange.local_ranks, experts[0]
     slots, _, inner = down_eDF.shape
     room = exchange.shape.row_capacity
@@ -85,8 +95,8 @@ def dispatch_and_experts(
     if why is not None:
         raise KernelError(f"one launch for dispatch and experts: {why}; take two")
     act, out = x.new_empty(ranks, room, inner), torch.empty_like(small.rows)
-    run_few(exchange, small, experts, (act, out), how=how)
-    return out, small.routed, groups
+    behind = run_few(exchange, small, experts, (act, out), how=how)
+    return Computed(out, small.routed, groups, behind)
 
 
 def run_few(
@@ -96,8 +106,9 @@ def run_few(
     memory: tuple[Tensor, Tensor],
     *,
     how: How = How(),  # noqa: B008 (immutable)
-) -> None:
-    """Queue a small dispatch, with the groups of its rows, and their experts. All contiguous bf16.
+) -> int:
+    """Queue a small dispatch, with the groups of its rows, and their experts; returns `behind` for a combine
+    right behind. All contiguous bf16.
 
     experts: gate_up_eGD and down_eDF of every local rank, of as many experts each. memory: act [L, R, F] and
     the results [L, R, D], of at most as many rows as the dispatch has room for. Multiprocessors that do not
@@ -113,9 +124,10 @@ def run_few(
     variant, maps = few_variant(local_ranks=ranks, how=how), _maps(small, experts, act, out)
     exchange.launch_small(variant, block, small, [args, maps])
     check_products(out.get_device())
+    return args.movers
 
 
-def _few_args(small: SmallCall, out: Tensor, sizes: tuple[int, ...]) -> object:
+def _few_args(small: SmallCall, out: Tensor, sizes: tuple[int, ...]) -> Any:
     """`fused::Few`; the kernel sets what differs among the launch's ranks. sizes: experts, D and F."""
     none = dict.fromkeys(("hits", "weights", "counter", "rows", "act", "up_scales", "down_scales"))
     experts, width, inner = sizes
