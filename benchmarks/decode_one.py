@@ -7,8 +7,8 @@ no choice is made. Captured, one after the other with two sets of weights in tur
 L2; all ways in turns, in one process. Microseconds of a layer; `read_us`: the weights alone, at a copy's
 rate. `--fp8`: the same experts in fp8 as well, in one launch, or in three that quantise rows and multiply.
 `--one-kernel`: dispatch and both products in one kernel as well (`kernels.fused.few`), with so many
-multiprocessors that dispatch before they compute; `64:256:8`: and with so many threads a block, and steps of
-weights that are asked into L2.
+multiprocessors that dispatch before they compute; `64:256:8:0`: and with so many threads a block, steps of
+weights that are asked into L2, and fences of who waits for rows.
 """
 
 from __future__ import annotations

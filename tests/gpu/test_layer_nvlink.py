@@ -234,6 +234,45 @@ def test_a_captured_layer_follows_its_tokens(nccl: Pool, tokens: tuple[int, ...]
         assert same == [True] * 8
 
 
+def run_one_kernel(ranks: Ranks, case: Case, replays: int) -> tuple[list[bool], int]:
+    """Dispatch and experts in one kernel, called and captured: whether y has the bits of two, and how many
+    calls took it."""
+    layer, taken = make_layer(case, ranks.group, ranks.device), []
+    transport: Any = layer.exchange.transport
+    x_TD = tokens_of(case, ranks.rank).to(ranks.device)
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        run = recorded.run_few
+        patch.setattr(recorded, "run_few", lambda *call: taken.append(1) or run(*call))
+        layer(x_TD)
+        transport.one_kernel = True
+        layer(x_TD)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            y_TD = layer(x_TD)
+        same = []
+        for replay in range(replays):
+            torch.manual_seed(100 * replay + ranks.rank)
+            x_TD.copy_(torch.randn_like(x_TD))
+            graph.replay()
+            torch.cuda.synchronize()
+            for one in (False, True):
+                transport.one_kernel = one
+                same.append(torch.equal(layer(x_TD), y_TD))
+            torch.cuda.synchronize()
+        layer.check(synchronize=True)
+        transport.one_kernel = False
+    return same, len(taken)
+
+
+@pytest.mark.parametrize("tokens", [(1, 1, 1, 1), (64, 7, 33, 128)])
+def test_a_dispatch_and_its_experts_in_one_kernel(nccl: Pool, tokens: tuple[int, ...]) -> None:
+    case = replace(NVLINK, tokens=tokens, options={"transport": "nvlink", "experts": "kernels"})
+    for same, taken in nccl.run(worlds()[-1], run_one_kernel, case, 8):
+        assert same == [True] * 16
+        assert taken >= 2, "a call and a capture"
+
+
 def run_silent(ranks: Ranks, case: Case) -> None:
     """Nothing between tokens and gradients waits for the GPU."""
     layer = make_layer(case, ranks.group, ranks.device)

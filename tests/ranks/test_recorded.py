@@ -175,6 +175,26 @@ def test_a_dispatch_and_its_experts_in_one_kernel_are_recorded(pool: Pool, with_
         assert found == (rank in with_one)
 
 
+def run_captured(ranks: Ranks) -> tuple[list[bool], int, int]:
+    """Whether y has the bits of the steps where a graph is captured, of two calls and of one whose rows are
+    kept for a backward; the records behind the first call, and how many calls took one kernel."""
+    together: list[int] = []
+    with a_layer(ranks, 256, one_kernel=True) as layer:
+        layer.patch.setattr(recorded, "run_few", lambda *call: together.append(1) or run_few(*call))
+        x_TD, routing = inputs_of(ranks.rank, 0, 7 + 3 * ranks.rank)
+        wanted = layer(x_TD, routing, steps=False)
+        dispatcher: Any = layer.exchange.dispatcher
+        records = dispatcher.recorder._records
+        layer.patch.setattr(EmulatedNvlink, "capturing", True)
+        same = [torch.equal(wanted, layer(x_TD, routing, steps=False)) for _ in range(2)]
+        same.append(torch.equal(wanted, layer(x_TD, routing, steps=False, keep=True)))
+        return same, len(records), len(together)
+
+
+def test_captured_calls_take_one_kernel_and_leave_no_record(pool: Pool) -> None:
+    assert pool.run(2, run_captured) == [([True] * 3, 1, 3)] * 2
+
+
 def run_in_turn(ranks: Ranks) -> tuple[list[bool], int]:
     """Calls of rows that take one buffer and the other, of two sizes, behind one another; then the steps."""
     with a_layer(ranks, 0) as layer:

@@ -188,8 +188,8 @@ class Recorder:
         dispatcher.promise = True
         part = dispatcher.meet(x_TD, routing)
         kernels = dispatcher.kernels_for(part)
-        one_launch = experts.one_launch
-        size = kernels.serial, part.max_tokens, part.backward, keep, weights[1].shape, one_launch
+        one_launch, ways = experts.one_launch, (experts.one_launch, dispatcher.transport.one_kernel)
+        size = kernels.serial, part.max_tokens, part.backward, keep, weights[1].shape, ways
         pattern = self._patterns.get(size)
         if pattern is None:
             memory = self._plan(kernels, part, weights, keep)
@@ -283,7 +283,7 @@ class Recorder:
         return memory_of(_sizes(shape), shape.max_tokens, room, room, (slots, width, inner), keep=keep)
 
     def _agree_on_rows(self) -> None:
-        if not self.dispatcher.promised:
+        if not (self.dispatcher.promised or self.dispatcher.transport.capturing):  # as the exchange does
             self.dispatcher.agree_on_rows(None, DTYPE)
 
     def _by_steps(

@@ -37,6 +37,9 @@
 #ifndef INTO_L2
 #define INTO_L2 0
 #endif
+#ifndef FENCES_AGAIN
+#define FENCES_AGAIN 1  // whether who waits for rows fences, besides those that place them
+#endif
 
 namespace fused {
 
@@ -58,11 +61,11 @@ constexpr int kIdleRegisters = 32;  // of 64 with which 1024 threads begin
 
 // By value. The host reads it: `kernels.structs`.
 struct Few {
-    Both both;      // but what is of a rank of the launch
-    u8* result;     // [ranks of the launch, rows, D]
-    i64 stride;     // bytes from one rank's to the next
+    Both both;         // but what is of a rank of the launch
+    u8* result;        // [ranks of the launch, rows, D]
+    i64 stride;        // bytes from one rank's to the next
     i64 result_bytes;  // of one rank
-    int movers;     // blocks that dispatch; those that push come behind
+    int movers;        // blocks that dispatch; those that push come behind
 };
 
 struct FewMaps {
@@ -97,8 +100,8 @@ __device__ __forceinline__ void tell_dispatched(const Call& call) {
     if (exchange::tells_rows(call)) ptx::add_relaxed_gpu(exchange::told_of(call), exchange::kRowsTold);
 }
 
-// Until `done(word)`; false after longer than any dispatch takes, which is a bug. No function
-// is called here: a thread has other registers than it began with.
+// Until `done(word)`; false after longer than any dispatch takes, which is a bug. No function is called here:
+// a thread has other registers than it began with.
 template <class Done>
 __device__ __forceinline__ bool wait_word(const Call& call, const u32* word, u32* status, Done done) {
     const u64 begin = ptx::global_timer(), longest = 2 * call.group->timeout_ns + ffn::kLongest;
@@ -214,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
             const u32 due = exchange::counted_of(call.blocks);
             wait_word(call, exchange::placed_of(call), few.both.status,
                       [=](u32 placed) { return placed >= due; });
-            ptx::fence_async();
+            if (FENCES_AGAIN) ptx::fence_async();
             ptx::mbarrier_arrive(begun);
         }
     } else {

@@ -37,10 +37,12 @@ STATIC_BYTES = 1024
 class How(NamedTuple):
     """How a launch goes about it, which changes no bit. threads: of a block, 256, 512 or 640, all of which
     route; more leave too few registers for those that multiply. into_l2: steps of a block's first tile whose
-    weights are asked into L2 while rows are placed, behind those that it has room for."""
+    weights are asked into L2 while rows are placed, behind those that it has room for. fences: who waits for
+    rows fences for the copy engine, as those that place them do; 0: these alone, for timing."""
 
     threads: int = 512
     into_l2: int = 0
+    fences: int = 1
 
 
 class Computed(NamedTuple):
@@ -56,7 +58,7 @@ class Computed(NamedTuple):
 def few_variant(*, local_ranks: int = 1, how: How = How()) -> Variant:  # noqa: B008 (immutable)
     """The kernel for so many ranks a launch."""
     both, routes = both_variant(weighted=True), (("ROUTE_THREADS", how.threads), ("ROUTE_FIRST", 0))
-    more = ("LOCAL_RANKS", local_ranks), ("INTO_L2", how.into_l2), *routes
+    more = ("LOCAL_RANKS", local_ranks), ("INTO_L2", how.into_l2), ("FENCES_AGAIN", how.fences), *routes
     return replace(both, source=SOURCE, entry=ENTRY, defines=(*both.defines, *more))
 
 
