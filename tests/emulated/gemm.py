@@ -92,7 +92,10 @@ def pack_map(
 
 class EmulatedKernel:
     """Stands in for `jit.Kernel`; every launch has its own interleaving and may touch `tensors` only. `most`:
-    blocks of a launch, of a kernel that takes any number; `limit`: seconds."""
+    blocks of a launch, of a kernel that takes any number; `limit`: seconds; with `unrest` the interleaving is
+    an adversary's."""
+
+    unrest = False
 
     def __init__(
         self,
@@ -122,7 +125,7 @@ class EmulatedKernel:
         self.seed += 1
         late = self._emulate(
             *(grid, block, smem + STATIC_BYTES, ctypes.c_uint(self.seed)),
-            *(ctypes.c_double(self._limit), ctypes.c_int(False), ctypes.c_int(alone()), addresses),
+            *(ctypes.c_double(self._limit), ctypes.c_int(self.unrest), ctypes.c_int(alone()), addresses),
         )
         del slots
         assert late == 0, f"the kernel did not end within {self._limit} s"

@@ -17,7 +17,7 @@ from imbrex.kernels.structs import struct
 from imbrex.placement.layouts import contiguous, from_slots
 from tests.emulated import kernel
 from tests.emulated.few import Few, apart, begin, differences, loader, together
-from tests.emulated.gemm import Edits, emulate
+from tests.emulated.gemm import Edits, EmulatedKernel, emulate
 from tests.emulated.scenario import Case, make_inputs
 
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="needs g++")
@@ -92,7 +92,9 @@ def shows(monkeypatch: pytest.MonkeyPatch, edits: Edits, seeds: int) -> int:
     return sum(bool(differences(few, together(few), two)) for _ in range(seeds))
 
 
-def test_any_interleaving_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("unrest", [False, True], ids=["at random", "an adversary's"])
+def test_any_interleaving_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, unrest: bool) -> None:
+    monkeypatch.setattr(EmulatedKernel, "unrest", unrest)
     assert shows(monkeypatch, (), 12) == 0
 
 
