@@ -71,8 +71,10 @@ class Recorder:
 class OutOfStep:
     """The exchanges of all ranks of `case`, which is routed: `routed[rank]`."""
 
-    def __init__(self, case: Case, routed: Routed, **options: Any) -> None:
-        self.case, ranks = case, case.ranks
+    def __init__(
+        self, case: Case, routed: Routed, library_of: Callable[[jit.Variant], Any] = _library, **options: Any
+    ) -> None:
+        self.case, self._library_of, ranks = case, library_of, case.ranks
         self.launches: list[list[Any]] = [[] for _ in range(ranks)]
         self.routed = [
             Routed(**{name: getattr(routed, name)[rank : rank + 1] for name in Addresses._fields})
@@ -127,7 +129,7 @@ class OutOfStep:
             except BaseException as error:  # noqa: BLE001 (no exception may pass through the machine)
                 errors.append(error)
 
-        library, heap = _library(variant), self.heap
+        library, heap = self._library_of(variant), self.heap
         late = getattr(library, f"emulate_streams_{variant.entry}")(
             ctypes.c_int(len(self.launches)),
             ctypes.c_int(calls),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,14 +12,17 @@ import torch
 from torch import Tensor
 
 from imbrex.kernels.exchange.failures import ExchangeError
-from imbrex.kernels.fused.few import How, why_not_few
+from imbrex.kernels.exchange.groups import empty_groups
+from imbrex.kernels.ffn.glue import COUNTERS
+from imbrex.kernels.fused.few import How, run_few, why_not_few
 from imbrex.kernels.gemm.gemm import products_status
-from imbrex.kernels.jit import KernelError
+from imbrex.kernels.jit import KernelError, Variant
 from imbrex.kernels.structs import struct
 from imbrex.placement.layouts import contiguous, from_slots
 from tests.emulated import kernel
-from tests.emulated.few import Few, apart, begin, differences, loader, together
-from tests.emulated.gemm import Edits, EmulatedKernel, emulate
+from tests.emulated.few import Few, apart, begin, differences, loader, shared_of, together
+from tests.emulated.gemm import STATIC_BYTES, Edits, EmulatedKernel, emulate
+from tests.emulated.out_of_step import OutOfStep
 from tests.emulated.scenario import Case, make_inputs
 
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="needs g++")
@@ -164,6 +169,45 @@ def test_a_list_of_the_call_before_is_not_taken(monkeypatch: pytest.MonkeyPatch,
             return True
 
     assert kernel.shows_or_ends(differs) is not waits
+
+
+def library_of(variant: Variant) -> Any:
+    """The kernel's, which may touch any memory."""
+    library = EmulatedKernel(variant, shared_of(TWO), None, ())._library
+    library.forget()
+    library.name(ctypes.c_void_p(0), ctypes.c_int64(2**62))
+    return library
+
+
+CALLS = 3
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_may_be_in_different_calls(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Every rank has launches of its own, and others' are a call ahead."""
+    few = make(monkeypatch, TWO)
+    calls = [replace(few, inputs=make_inputs(replace(TWO, seed=seed + call))) for call in range(CALLS)]
+    wanted = [apart(call) for call in calls]
+    ranks, kept = OutOfStep(TWO, wanted[0][1], library_of), []
+    for rank, exchange in enumerate(ranks.exchanges):
+        exchange.least_sms = BLOCKS
+        for call in calls:
+            own = slice(TWO.tokens[rank])
+            x, ids, weights = (tensor[rank, own].contiguous() for tensor in call.tensors[:3])
+            groups = empty_groups(1, exchange.shape.row_capacity, 4, COUNTERS, exchange.device)
+            small = exchange.small_call((x, ids, weights, None), 3, groups, None, {})
+            rows = small.rows.shape[1]
+            memory = torch.empty(1, rows, INNER).bfloat16(), torch.empty(1, rows, WIDTH).bfloat16()
+            run_few(exchange, small, [few.experts[rank]], memory)
+            kept.append(((x, ids, weights), groups, small, memory))
+        launches = ranks.launches[rank]
+        for i, (variant, (grid, block, smem), *more) in enumerate(launches):
+            launches[i] = variant, (grid, block, smem + STATIC_BYTES), *more
+    ranks.run(seed)
+    for (rank, call), (_, groups, _, memory) in zip(product(range(2), range(CALLS)), kept, strict=True):
+        live = int(groups.plan[-1])
+        assert live == int(wanted[call][2].plan[rank, -1])
+        assert torch.equal(memory[1][0, :live], wanted[call][0][rank, :live])
 
 
 def test_a_rank_that_never_comes_leaves_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
