@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from docs.tables.results import Table, last_run, read
+from docs.tables.results import Table, read
 
 CALLS = {
     "forward": "a forward without gradients",
@@ -23,8 +23,12 @@ HEAD = (
 
 
 def host() -> Table:
-    """Microseconds until a call returns, and until the GPU has done what it queued."""
-    rows = last_run(read("host_time"))
+    """Microseconds until a call returns, and until the GPU has done what it queued; of every number of tokens
+    the newest run."""
+    every = read("host_time")
+    newest = {row["case"]["T"]: row["run"] for row in every}
+    rows = [row for row in every if row["run"] == newest[row["case"]["T"]]]
+    rows.sort(key=lambda row: -row["case"]["T"])
     lines = []
     for row in rows:
         times = [f"{row[name]:.0f}" for name in ("median_us", "tenth_us", "whole_median_us")]
