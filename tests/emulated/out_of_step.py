@@ -71,10 +71,17 @@ class Recorder:
 class OutOfStep:
     """The exchanges of all ranks of `case`, which is routed: `routed[rank]`."""
 
+    _library_of: Callable[[jit.Variant], Any] = staticmethod(_library)
+
     def __init__(
-        self, case: Case, routed: Routed, library_of: Callable[[jit.Variant], Any] = _library, **options: Any
+        self,
+        case: Case,
+        routed: Routed,
+        library_of: Callable[[jit.Variant], Any] | None = None,
+        **options: Any,
     ) -> None:
-        self.case, self._library_of, ranks = case, library_of, case.ranks
+        self.case, ranks = case, case.ranks
+        self._library_of = library_of or self._library_of
         self.launches: list[list[Any]] = [[] for _ in range(ranks)]
         self.routed = [
             Routed(**{name: getattr(routed, name)[rank : rank + 1] for name in Addresses._fields})

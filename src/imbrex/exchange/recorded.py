@@ -186,9 +186,9 @@ class Recorder:
                 return None
             keep = keep or differentiated(added_TD)
         dispatcher.promise = True
-        part = dispatcher.meet(x_TD, routing)
+        part, transport = dispatcher.meet(x_TD, routing), dispatcher.transport
         kernels = dispatcher.kernels_for(part)
-        one_launch, ways = experts.one_launch, (experts.one_launch, dispatcher.transport.one_kernel)
+        one_launch, ways = experts.one_launch, (experts.one_launch, transport.one_kernel)
         size = kernels.serial, part.max_tokens, part.backward, keep, weights[1].shape, ways
         pattern = self._patterns.get(size)
         if pattern is None:
@@ -198,7 +198,7 @@ class Recorder:
             pattern = Pattern(memory, size, dispatcher.key, routing.ids_TK.shape[1], one_launch)
             self._patterns[size] = pattern
         call = kernels, part, pattern
-        if dispatcher.transport.capturing and (keep or not part.is_small):
+        if transport.one_kernel and transport.capturing and (keep or not part.is_small):
             return self._by_steps(part, x_TD, routing, weights, added_TD, one_launch)
         if keep:
             y_TD: Any = _Whole.apply(*leaves, added_TD, (self, call, routing.ids_TK))
@@ -221,7 +221,8 @@ class Recorder:
         buffer = 0 if part.is_small else kernels.next_buffer("pull", peek=True)
         at = [tensor.data_ptr() for tensor in (*pieces, *weights)]
         key = pattern.size, x_TD.shape[0], buffer, added_TD is not None, *at
-        record = None if self.dispatcher.transport.capturing else self._records.get(key)
+        transport = self.dispatcher.transport
+        record = None if transport.one_kernel and transport.capturing else self._records.get(key)
         if record is None:
             self._launch_recording(key, call, pieces, tokens, weights, added_TD, y_TD)
         else:
