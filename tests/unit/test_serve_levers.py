@@ -86,7 +86,7 @@ def test_loops_are_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     args.dtype, args.train = "float32", 0
     board: Any = SimpleNamespace(write=lambda phase: None)
     way = Way(transport="alltoall", codec="identity", experts="auto")
-    rows = command.compare(args, way, torch.device("cpu"), board)
+    rows = list(command.compare(args, way, torch.device("cpu"), board))
     once = [(4, (1, 1), [1, 2]), (1, (1, 1), [1, 2]), (4, (1, 4), [1, 2]), (4, (1, 1), [2])]
     assert [(kind.interval, kind.chunk, kind.buckets) for kind in ran] == once * 3
     assert [row["case"].get("off") for row in rows] == [None, "interval", "chunk", "buckets"]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from imbrex.bench.serve import measured
+from imbrex.bench.serve import command, measured
 from imbrex.bench.serve.command import ways_from_words
 from imbrex.bench.serve.report import curves, front, name_of, write_report
 from imbrex.reproduce import Options, find, serving
@@ -141,3 +143,21 @@ def test_the_heads_are_compared_in_words(monkeypatch: pytest.MonkeyPatch) -> Non
     finding = find("trtllm-lm-head", Options())
     assert finding.table == (("8", "300", "200", "1.50x"),)
     assert "1.50x at 8" in finding.verdict[0]
+
+
+def test_rows_are_kept_where_a_run_is_cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def compare(*_: Any) -> Iterator[dict[str, Any]]:
+        yield row("alltoall", 2, 1.0, 2.0, model="demo")
+        raise InterruptedError
+
+    monkeypatch.setenv("IMBREX_TIMEOUT_S", "9.0")  # which the command sets
+    monkeypatch.setattr(command, "join", lambda args: torch.device("cpu"))
+    monkeypatch.setattr(command, "words_of", lambda args: ["--users", "2"])
+    monkeypatch.setattr(command, "compare", compare)
+    args = argparse.Namespace(transport="alltoall", codec="identity", experts="auto", timeout=9.0)
+    args.json, args.board, args.report = str(tmp_path / "rows.json"), "board", None
+    with pytest.raises(InterruptedError):
+        command._measure(args, 0, None)  # type: ignore[arg-type]
+    kept = json.loads((tmp_path / "rows.json").read_text())
+    assert [entry["impl"] for entry in kept["rows"]] == ["alltoall"]
+    assert kept["runs"][0]["command"] == "imbrex bench serve --users 2"

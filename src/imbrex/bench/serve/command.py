@@ -6,7 +6,7 @@ import argparse
 import os
 import shlex
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -209,16 +209,14 @@ def _measure(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
     os.environ["IMBREX_TIMEOUT_S"] = str(args.timeout)
     device = join(args)
     rows: list[dict[str, Any]] = []
+    keep = _writer(args) if args.json and rank == 0 else None
     for way in ways_from_words(args):
-        rows += compare(args, way, device, board)
+        for row in compare(args, way, device, board):
+            rows.append(row)
+            if keep is not None:
+                keep(rows)  # what there is, if the run is cut off
     if rank == 0:
         show(args, rows)
-        if args.json:
-            from imbrex.bench.results import describe_run, write_results
-
-            words = [w for w in words_of(args) if w not in ("--board", args.board)]
-            command = shlex.join(["imbrex", "bench", "serve", *words])
-            write_results(args.json, QUESTION, describe_run(command), rows)
         if args.report:
             from imbrex.bench.serve.report import write_report
 
@@ -226,6 +224,15 @@ def _measure(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
             write_report(args.report, facts=facts, rows=rows)
     board.write("done")
     dist.barrier()
+
+
+def _writer(args: argparse.Namespace) -> Callable[[Sequence[Mapping[str, Any]]], None]:
+    """A function that puts rows of this run into the result file, in the place of those before."""
+    from imbrex.bench.results import describe_run, write_results
+
+    words = [w for w in words_of(args) if w not in ("--board", args.board)]
+    run = describe_run(shlex.join(["imbrex", "bench", "serve", *words]))
+    return lambda rows: write_results(args.json, QUESTION, run, rows)
 
 
 def ways_from_words(args: argparse.Namespace) -> list[Way]:
@@ -242,13 +249,12 @@ def ways_from_words(args: argparse.Namespace) -> list[Way]:
 
 def compare(
     args: argparse.Namespace, way: Way, device: torch.device, board: PhaseBoard
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """A row for every number of users, of drafts, of steps between deliveries and of tokens in; and without
-    every lever where they are compared."""
+    every lever where they are compared. Those of an engine come when its loops have ended."""
     group = dist.group.WORLD
     assert group is not None
     model, text = _make(args, way, device, group, board)
-    rows = []
     for swept in _swept(args):
         graphs = device.type == "cuda" and takes_graphs(model, way)
         settings = settings_of(args, *swept, graphs=graphs)
@@ -265,11 +271,10 @@ def compare(
             loops, whole = ([turn[place] for turn in points[name]] for name in (off, ""))
             case = case_of(args, loads[place], settings) | ({"off": off} if off else {})
             row = {"op": "serve", "impl": way.name, "case": case} | middle(loops)
-            rows.append(row | ({"gain": gains(whole, loops)} if off else {}))
+            yield row | ({"gain": gains(whole, loops)} if off else {})
     for module in model.modules():
         if isinstance(module, MoELayer):
             module.close()
-    return rows
 
 
 def _swept(args: argparse.Namespace) -> list[tuple[int, ...]]:
