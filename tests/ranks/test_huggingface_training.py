@@ -19,7 +19,7 @@ import imbrex
 from imbrex.adapters.huggingface import replace_blocks, save_pretrained
 from imbrex.adapters.huggingface.blocks import moe_blocks
 from imbrex.adapters.huggingface.replaced import replaced_blocks
-from imbrex.adapters.huggingface.training import ReplacedBlocks
+from imbrex.adapters.huggingface.training import ReplacedBlocks, _save_random_numbers
 from tests.ranks.pool import PRELOADED, Pool, Ranks
 from tests.tiny_models import model_of
 from tests.unit.test_huggingface_saving import same
@@ -111,6 +111,13 @@ def read_again(ranks: Ranks, folder: str, args: Any, state: TrainerState) -> Non
     with pytest.raises(ValueError, match="went on from another checkpoint than"):
         ReplacedBlocks().on_train_begin(args, TrainerState(global_step=1), None, model=model)
     refuse_uneven(ranks, args, model)
+    refuse_missing(ranks, args, model, Path(folder))
+
+
+def refuse_missing(ranks: Ranks, args: Any, model: Any, folder: Path) -> None:
+    """What one rank cannot write is raised on all."""
+    with pytest.raises(RuntimeError, match=r"Parent directory .*missing does not exist"):
+        _save_random_numbers(args, model, folder / ("missing" if ranks.rank == 1 else ""))
 
 
 def refuse_uneven(ranks: Ranks, args: Any, model: Any) -> None:

@@ -116,7 +116,7 @@ class ReplacedBlocks(TrainerCallback):
             return
         optimizer, extra = others["optimizer"], {"lr_scheduler": others["lr_scheduler"].state_dict()}
         save(folder / STATE, model, _own(optimizer), state.global_step, extra)
-        _save_random_numbers(args, folder)
+        _save_random_numbers(args, model, folder)
         _fit(args)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -223,14 +223,19 @@ def _load_what_there_is(model: Any, state_dict: Mapping[str, Any], *arguments: A
     return type(model).load_state_dict(model, state_dict, *arguments, **options)
 
 
-def _save_random_numbers(args: Any, folder: Path) -> None:
-    """Write the state of this rank's generators where Trainer looks for them."""
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        of_one = _averages_dense(args)
-        states["cuda"] = torch.cuda.get_rng_state() if of_one else torch.cuda.get_rng_state_all()
-    rank = "" if args.world_size <= 1 else f"_{args.process_index}"
-    torch.save(states, folder / f"rng_state{rank}.pth")
+def _save_random_numbers(args: Any, model: Any, folder: Path) -> None:
+    """Write the state of this rank's generators where Trainer looks for them. Raises on all ranks what one
+    says."""
+
+    def write() -> None:
+        states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            of_one = _averages_dense(args)
+            states["cuda"] = torch.cuda.get_rng_state() if of_one else torch.cuda.get_rng_state_all()
+        rank = "" if args.world_size <= 1 else f"_{args.process_index}"
+        torch.save(states, folder / f"rng_state{rank}.pth")
+
+    Team([layer for _, layer in replaced_blocks(model)], "writing of random numbers").attempt(write)
 
 
 def _load_experts(model: Any, folder: Path) -> None:
