@@ -59,8 +59,7 @@ def steps() -> Table:
 LOOPS = {
     "auto": "imbrex",
     "auto kernels-fp8": "imbrex, experts in fp8",
-    "alone": "data parallelism only",
-    "gather-scatter": "AllGather, ReduceScatter",
+    **{way: WAYS[way] for way in ("alone", "gather-scatter")},
 }
 
 

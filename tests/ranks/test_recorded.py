@@ -127,18 +127,25 @@ def inputs_of(rank: int, call: int, tokens: int) -> tuple[Tensor, imbrex.Routing
     return x_TD, imbrex.Routing(ids_TK=ids_TK, weights_TK=torch.rand(tokens, CHOICES, generator=make))
 
 
+def beside_steps(ranks: Ranks, layer: Any, calls: int) -> tuple[list[bool], list[int]]:
+    """Whether calls have the bits of their steps, which come between, and the launches made again so far."""
+    same, launches = [], []
+    for call in range(calls):
+        x_TD, routing = inputs_of(ranks.rank, call, 7 + 3 * ranks.rank)
+        ours = layer(x_TD, routing, steps=False)
+        launches.append(layer.again)
+        same.append(torch.equal(ours, layer(x_TD, routing, steps=True)))
+    return same, launches
+
+
 def run_again(ranks: Ranks, few: int, asked: bool | None) -> tuple[list[bool], list[int], int]:
     """Of six calls, whether y has the bits of the steps; how many launches were from a record so far; how
     many records have both products in one launch."""
-    same, launches, together = [], [], []
+    together: list[int] = []
     with a_layer(ranks, few) as layer:
         layer.experts.one_launch, run = asked, both.run_both
         layer.patch.setattr(both, "run_both", lambda *operands: (together.append(1), run(*operands)))
-        for call in range(6):
-            x_TD, routing = inputs_of(ranks.rank, call, 7 + 3 * ranks.rank)
-            ours = layer(x_TD, routing, steps=False)
-            launches.append(layer.again)
-            same.append(torch.equal(ours, layer(x_TD, routing, steps=True)))
+        same, launches = beside_steps(ranks, layer, 6)
     return same, launches, len(together)
 
 
@@ -155,14 +162,10 @@ def test_calls_from_a_record_have_the_bits_of_their_steps(
 
 def run_in_one(ranks: Ranks, with_one: list[int]) -> tuple[list[bool], list[int], int]:
     """The same of ranks of which some are to dispatch and compute in one kernel; how many records have it."""
-    same, launches, together = [], [], []
+    together: list[int] = []
     with a_layer(ranks, 256, one_kernel=ranks.rank in with_one) as layer:
         layer.patch.setattr(recorded, "run_few", lambda *call: together.append(1) or run_few(*call))
-        for call in range(4):
-            x_TD, routing = inputs_of(ranks.rank, call, 7 + 3 * ranks.rank)
-            ours = layer(x_TD, routing, steps=False)
-            launches.append(layer.again)
-            same.append(torch.equal(ours, layer(x_TD, routing, steps=True)))
+        same, launches = beside_steps(ranks, layer, 4)
     return same, launches, len(together)
 
 

@@ -6,7 +6,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +18,13 @@ from imbrex.bench.serve.models import ALONE, Way, make_model
 from imbrex.bench.serve.report import curves, front, name_of
 from imbrex.layer import MoELayer
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import Finding, Options
+from imbrex.reproduce.frame import RESULTS, Finding, Options, read_committed
 from imbrex.reproduce.stage import Network, on_ranks
 from imbrex.serve.decoding import Drafting
 from imbrex.serve.engine import Engine, Settings
 from imbrex.serve.heads import sharded_argmax, slice_of
 
-COMMITTED = Path(__file__).parents[3] / "benchmarks" / "results"
+COMMITTED = RESULTS
 FILES = ("serve.json", "serve_one.json")
 """Steps timed on several GPUs and on one, in a checkout of the repository; an installed package has none."""
 LOOPS = "serve_loops.json"
@@ -86,7 +85,7 @@ def pareto_replayed(options: Options) -> Finding:
     for row in rows:
         loads.setdefault((_model(row), row["case"]["input"]), []).append(row)
     best = {id(row) for of in loads.values() for row in front(of)}
-    ran, about_loops = _loops()
+    ran, source = _loops()
     ratios = [row["tokens_per_s_gpu"] / ran[_load(row)] for row in rows if _load(row) in ran]
     rates = "tokens/s a user", "tokens/s a GPU", "in a loop that ran"
     return Finding(
@@ -98,7 +97,7 @@ def pareto_replayed(options: Options) -> Finding:
             "Replayed on a CPU, no loop on GPUs: the engine's scheduling over steps timed on "
             f"{'; '.join(where)}. Times between two lengths of caches are on a line through them, and beyond "
             "the longest too.",
-            *((f"Loops that ran: {'; '.join(about_loops)}.",) if ratios else ()),
+            *((f"Loops that ran: {source}.",) if ratios else ()),
             "Qwen3-30B-A3B, and DeepSeek-V3's widths with 8 layers of experts, not DeepSeek-R1 on GB200s. "
             "Weights are random, so drafts are forced to count as right; each name says how many. On one GPU "
             "a half has half of the experts, what a rank of two reads, and nothing crosses.",
@@ -136,14 +135,10 @@ def _in_words(ratios: Sequence[float]) -> tuple[str, ...]:
     return (f"Replayed over measured, where a loop ran ({len(ratios)}): {far}.",)
 
 
-def _loops() -> tuple[dict[tuple[Any, ...], float], list[str]]:
+def _loops() -> tuple[dict[tuple[Any, ...], float], str]:
     """Tokens a second of a GPU in loops that ran, by their load, and on what they did."""
-    path = COMMITTED / LOOPS
-    content = json.loads(path.read_text()) if path.exists() else {"rows": [], "runs": []}
-    return (
-        {_load(row): row["tokens_per_s_gpu"] for row in content["rows"] if row["tokens_per_s_gpu"]},
-        sorted({about(run) for run in content["runs"]}),
-    )
+    rows, source = read_committed(COMMITTED / LOOPS)
+    return {_load(row): row["tokens_per_s_gpu"] for row in rows if row["tokens_per_s_gpu"]}, source
 
 
 def _load(row: Mapping[str, Any]) -> tuple[Any, ...]:

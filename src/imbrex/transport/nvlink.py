@@ -146,8 +146,8 @@ class Nvlink(Collective):
         take all. Staging takes no more than the rank has that has fewest.
     beside_sms: those of every kernel that moves a chunk, with experts at work on the others.
     one_kernel: a small batch without gradients is dispatched and computed in one kernel, if the experts are
-        imbrex's own and would take one launch for both products (`kernels.fused.few`); the same bits, on one
-        H100 3 % slower to 2 % faster. Ranks need not agree.
+        imbrex's own and would take one launch for both products (`kernels.fused.few`); the same bits. On one
+        H100 it was slower at 1 and 128 tokens, and level between. Ranks need not agree.
 
     Raises ValueError for a number of multiprocessors below 1, NvlinkError where the kernels cannot run.
     """

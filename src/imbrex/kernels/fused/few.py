@@ -1,7 +1,7 @@
 """Dispatch of a small batch and its experts in one launch: the host's side of `fused/few.cu`.
 
 In place of `NvlinkExchange.dispatch_small` and `ffn.both.run_both`, with their bits. Peers need not know:
-they see the same words, tokens and flags. Not the default: on one H100 it is 3 % slower to 2 % faster.
+they see the same words, tokens and flags. Not the default: on one H100 it was no faster (docs/LOG.md).
 """
 
 from __future__ import annotations
