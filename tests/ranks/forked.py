@@ -97,6 +97,15 @@ def _run_and_look(words: list[str]) -> int:
 def run_ranks(words: Sequence[str], *, ranks: int, folder: Path, hidden: str = "", **more: str) -> str:
     """`imbrex WORDS` on every rank, as an outer torchrun starts them; what they printed. No rank may end
     with a thread of its groups. more: of the environment."""
+    ended = call_ranks(_run_and_look, list(words), ranks=ranks, folder=folder, hidden=hidden, **more)
+    assert [one.poll() for one in ended] == [0] * ranks, "\n".join(one.stderr for one in ended)
+    return "".join(one.stdout for one in ended)
+
+
+def call_ranks(
+    call: Callable[..., Any], *arguments: Any, ranks: int, folder: Path, hidden: str = "", **more: str
+) -> list[Forked]:
+    """The same call on every rank, in the environment of an outer torchrun: all have ended."""
     # A port that is looked for and let go of may be another's when the first rank comes for it.
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     everywhere = more | {
@@ -112,8 +121,8 @@ def run_ranks(words: Sequence[str], *, ranks: int, folder: Path, hidden: str = "
         told = {name: str(value) for name, value in environment.items()}
         started.append(
             Forked(
-                _run_and_look,
-                list(words),
+                call,
+                *arguments,
                 folder=folder,
                 name=f"-{rank}",
                 hidden=hidden,
@@ -122,9 +131,9 @@ def run_ranks(words: Sequence[str], *, ranks: int, folder: Path, hidden: str = "
                 **told,
             )
         )
-    codes = [one.wait() for one in started]
-    assert codes == [0] * ranks, "\n".join(one.stderr for one in started)
-    return "".join(one.stdout for one in started)
+    for one in started:
+        one.wait()
+    return started
 
 
 def _run(

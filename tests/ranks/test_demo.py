@@ -1,14 +1,19 @@
 """`imbrex demo` with real ranks: the same curve for any number of them, and files."""
 
 import json
+import os
 import re
 import shutil
+import time
 
 import pytest
+import torch.distributed as dist
 
 from imbrex.cli import main
+from imbrex.demo import rank as demo_rank
+from imbrex.observe import death, read_board
 from tests import tracing
-from tests.ranks.forked import run_ranks
+from tests.ranks.forked import call_ranks, run_ranks
 
 SMALL = ["--steps", "16", "--checkpoint-every", "8", "--batch", "8", "--length", "64", "--hidden", "32"]
 SMALL += ["--expert-width", "32", "--layers", "2", "--timeout", "20"]
@@ -73,6 +78,31 @@ def test_what_the_ranks_refuse_leaves_the_earlier_run(one, tmp_path):
         demo("--overwrite", "--schedule", "events", "--transport", "allreduce", ranks=2, out=tmp_path)
     assert losses(tmp_path) == losses(one)
     assert (tmp_path / "checkpoint").is_dir()
+
+
+def refuse_late(out):
+    """The demo on a rank that meets its peers once more after the other has refused and left."""
+    check, board = demo_rank._check_schedule, out / "ranks"
+
+    def late(args, model):
+        if os.environ["RANK"] == "0":
+            while not death.read_notes(board) or read_board(board)[1].alive:
+                time.sleep(0.01)
+            dist.barrier()
+        check(args, model)
+
+    demo_rank._check_schedule = late
+    words = ["--schedule", "events", "--transport", "allreduce", "--timeout", "20"]
+    return main(["demo", "--out", str(out), *words])
+
+
+def test_a_refusal_is_said_although_a_rank_lost_its_peers_by_it(tmp_path):
+    """Whoever is still connecting reads gloo's words, which say nothing to the user."""
+    ended = call_ranks(refuse_late, tmp_path, ranks=2, folder=tmp_path)
+    assert 0 not in [one.poll() for one in ended]
+    said = [line for one in ended for line in one.stderr.splitlines() if line.startswith("imbrex: error:")]
+    assert len(said) == 1, said
+    assert "moves no rows that events could wait for" in said[0]
 
 
 def test_resuming_with_other_ranks_goes_on_along_the_same_curve(one, tmp_path):

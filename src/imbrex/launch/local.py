@@ -244,7 +244,7 @@ class Rank:
         except KeyboardInterrupt:
             return EXIT_INTERRUPTED
         except ValueError as error:
-            self._end(death.REFUSED, _line(error), speaks=self.rank == 0)
+            self._end(death.REFUSED, _line(error), speaks=False)
             return EXIT_REFUSED
         except OSError as error:
             if isinstance(error, BrokenPipeError) and unread():
@@ -292,8 +292,11 @@ class Rank:
         except OSError:
             # No launcher will read it.
             speaks, launcher_tells = True, False
-        if speaks and not launcher_tells:
-            death.may_speak(self.board)
+        if launcher_tells:
+            return
+        # What all ranks refuse is said by the first, since another may lose its peers before it comes so far.
+        first = death.may_speak(self.board)
+        if speaks or first:
             complain(sentence if kind == death.REFUSED else f"{sentence}; {self.hint()}")
 
 
