@@ -25,6 +25,7 @@ from imbrex.adapters.huggingface import (
 from imbrex.adapters.huggingface.gathering import Team
 from imbrex.parallel import checkpoint
 from imbrex.placement import from_slots
+from imbrex.runtime import problems
 from tests.ranks.pool import PRELOADED, Pool, RankError, Ranks
 from tests.tiny_models import FAMILIES, model_of
 from tests.unit.test_huggingface_saving import same
@@ -164,6 +165,37 @@ def test_what_one_rank_cannot_replace_is_every_ranks_error(
         return
     assert re.match(why, second)
     assert re.match(f"(replace_blocks|from_pretrained): on rank 1: {why}", first)
+
+
+def gather_with_one_failing(ranks: Ranks, folder: str, failing: int, where: str) -> list[str]:
+    """One rank fails as it saves and as it restores, and lives on; then all save together."""
+    model = model_of("mixtral")
+    replace_blocks(model, ranks.group)
+    # What nobody tells the others is a loss, here not after half an hour.
+    usual, problems.SLOW_S, told = problems.SLOW_S, 1.0, []
+    for call in (lambda: model.save_pretrained(folder), lambda: restore_blocks(model)):
+        broken = mock.patch(f"imbrex.adapters.huggingface.{where}", side_effect=MemoryError("no room"))
+        fails = broken if ranks.rank == failing else nullcontext()
+        with fails, pytest.raises(Exception, match="no room") as caught:
+            call()
+        told.append(f"{caught.type.__name__}: {caught.value}")
+    problems.SLOW_S = usual
+    model.save_pretrained(folder)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("where", "failing"),
+    [("gathering._place", 0), ("gathering._make_room", 2), ("replaced.ReplacedBlock.dense_state", 1)],
+)
+def test_a_rank_that_fails_while_experts_are_gathered_tells_the_others(
+    pool: Pool, tmp_path: Path, where: str, failing: int
+) -> None:
+    answers = pool.run(4, gather_with_one_failing, str(tmp_path), failing, where)
+    assert answers.pop(failing) == ["MemoryError: no room"] * 2
+    for said in answers:
+        quoted = f"on rank {failing}: MemoryError: no room"
+        assert said == [f"RuntimeError: {door}: {quoted}" for door in ("save_pretrained", "restore_blocks")]
 
 
 def read_interrupted(ranks: Ranks, folder: str) -> str:

@@ -166,7 +166,7 @@ def restore_blocks(model: nn.Module) -> list[nn.Module]:
         )
     team.agree(None if reason is None else ValueError(f"restore_blocks: {reason}"))
     for parent, name, layer in places:
-        setattr(parent, name, _block_of(layer))
+        setattr(parent, name, _block_of(layer, team))
     for module in model.modules():
         for method in ("save_pretrained", "generate"):
             vars(module).pop(method, None)
@@ -220,18 +220,22 @@ def _fill(
 
 
 @torch.no_grad()
-def _block_of(layer: ReplacedBlock) -> nn.Module:
-    """The block that a layer replaced, filled from it. Collective."""
+def _block_of(layer: ReplacedBlock, team: Team) -> nn.Module:
+    """The block that a layer replaced, filled from it. Collective over the team, which has all its errors."""
     block, own = layer.origin.skeleton, dict(layer.named_parameters())
-    state = layer.block_state(gather_experts(layer, everywhere=True), layer.dense_state())
-    for name, value in state.items():
-        module, _, last = name.rpartition(".")
-        holder = block.get_submodule(module)
-        if last in holder._parameters:
-            trained = own[own_name(name)].requires_grad
-            holder._parameters[last] = nn.Parameter(value.clone(), requires_grad=trained)
-        else:
-            holder._buffers[last] = value.clone()
+    experts = gather_experts(layer, team, everywhere=True)
+
+    def fill() -> None:
+        for name, value in layer.block_state(experts, layer.dense_state()).items():
+            module, _, last = name.rpartition(".")
+            holder = block.get_submodule(module)
+            if last in holder._parameters:
+                trained = own[own_name(name)].requires_grad
+                holder._parameters[last] = nn.Parameter(value.clone(), requires_grad=trained)
+            else:
+                holder._buffers[last] = value.clone()
+
+    team.attempt(fill)
     return block.train(layer.training)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -94,37 +95,80 @@ def why_not_gathered(layer: MoELayer) -> str | None:
     return None
 
 
-def gather_experts(layer: MoELayer, *, everywhere: bool) -> dict[str, Tensor]:
+@dataclass(kw_only=True, slots=True)
+class _Room:
+    """Memory for one of the experts' tensors, had before its first part crosses. own: this rank's part where
+    it crosses; part: another's as it comes, of the most slots; whole: of all experts."""
+
+    own: Tensor
+    part: Tensor | None
+    whole: Tensor | None
+
+
+def gather_experts(layer: MoELayer, team: Team, *, everywhere: bool) -> dict[str, Tensor]:
     """gate_up_proj [E, 2F, D] and down_proj [E, D, F], whole, in the experts' dtype: on the CPU of the first
-    rank and nothing elsewhere, or, `everywhere`, on every rank and on the experts' device. Collective."""
-    ranks = layer.ranks
-    if not everywhere and ranks.data_group is not None and ranks.data_group.rank() > 0:
-        return {}
-    receives = everywhere or ranks.rank == 0
-    config, wholes = layer.config, {}
-    shapes = {
-        "gate_up_proj": (2 * config.intermediate_size, config.hidden_size),
-        "down_proj": (config.hidden_size, config.intermediate_size),
-    }
-    for name, shape in shapes.items():
-        own: Tensor = getattr(layer.experts, name).detach()
+    rank and nothing elsewhere, or, `everywhere`, on every rank and on the experts' device. Collective over
+    the team, of which one rank's error is raised on all."""
+    data_group = layer.ranks.data_group
+    if not everywhere and data_group is not None and data_group.rank() > 0:
+        names = ()
+    else:
+        names = "gate_up_proj", "down_proj"
+    rooms = team.attempt(lambda: {name: _make_room(layer, name, everywhere=everywhere) for name in names})
+
+    def fill() -> None:
+        problem = None
+        for name, room in rooms.items():
+            for source in range(layer.ranks.size):
+                # The others wait for the parts of this rank, whatever it does with theirs.
+                _, wrong = problems.attempt(partial(_take, layer, name, room, source, everywhere=everywhere))
+                if isinstance(wrong, RankLostError):
+                    raise wrong
+                problem = problem or wrong
+        if problem is not None:
+            raise problem
+
+    team.attempt(fill)
+    return {name: room.whole for name, room in rooms.items() if room.whole is not None}
+
+
+def _make_room(layer: MoELayer, name: str, *, everywhere: bool) -> _Room:
+    config, ranks = layer.config, layer.ranks
+    width, hidden = config.intermediate_size, config.hidden_size
+    shape = (hidden, width) if name == "down_proj" else (2 * width, hidden)
+    own: Tensor = getattr(layer.experts, name).detach()
+    whole = part = None
+    if everywhere or ranks.rank == 0:
         device = own.device if everywhere else "cpu"
-        whole = torch.empty(config.num_experts, *shape, dtype=own.dtype, device=device) if receives else None
-        placed: set[tuple[int, int]] = set()
-        for rank in range(ranks.size):
-            ids, piece = layer.placement.local(rank // ranks.tensor_size), rank % ranks.tensor_size
-            part = own if rank == ranks.rank else None
-            if ranks.group is not None:
-                part = _pass(own, rank, (len(ids), *own.shape[1:]), ranks.group, everywhere=everywhere)
-            if whole is not None and part is not None:
-                # A replica's copy is the same as the one that came first.
-                slots = [(slot, e) for slot, e in enumerate(ids) if e >= 0 and (e, piece) not in placed]
-                placed |= {(e, piece) for _, e in slots}
-                for slot, expert in slots:
-                    _place(whole[expert], name, part[slot], piece, ranks.tensor_size)
-        if whole is not None:
-            wholes[name] = whole
-    return wholes
+        whole = torch.empty(config.num_experts, *shape, dtype=own.dtype, device=device)
+    if ranks.group is None:
+        return _Room(own=own, part=None, whole=whole)
+    wire = wire_device(ranks.group)
+    if whole is not None:
+        slots = max(len(layer.placement.local(rank)) for rank in range(ranks.size // ranks.tensor_size))
+        part = torch.empty(slots, *own.shape[1:], dtype=own.dtype, device=wire)
+    crosses = everywhere or ranks.rank > 0
+    return _Room(own=own.contiguous().to(wire) if crosses else own, part=part, whole=whole)
+
+
+def _take(layer: MoELayer, name: str, room: _Room, source: int, *, everywhere: bool) -> None:
+    """Give the part of rank `source` to all who gather, and put it where it belongs."""
+    ranks = layer.ranks
+    ids, piece = layer.placement.local(source // ranks.tensor_size), source % ranks.tensor_size
+    values = room.own
+    if source != ranks.rank:
+        if room.part is None:
+            return
+        values = room.part[: len(ids)]
+    if ranks.group is not None and len(ids) > 0 and (everywhere or source > 0):
+        _pass(values, source, ranks.group, everywhere=everywhere)
+    if room.whole is None:
+        return
+    # A replica's copy is the same as the one that came first.
+    earlier = {e for rank in range(source // ranks.tensor_size) for e in layer.placement.local(rank)}
+    for slot, expert in enumerate(ids):
+        if expert >= 0 and expert not in earlier:
+            _place(room.whole[expert], name, values[slot], piece, ranks.tensor_size)
 
 
 def wire_device(group: dist.ProcessGroup) -> str:
@@ -132,30 +176,18 @@ def wire_device(group: dist.ProcessGroup) -> str:
     return "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
 
 
-def _pass(
-    own: Tensor, source: int, shape: tuple[int, ...], group: dist.ProcessGroup, *, everywhere: bool
-) -> Tensor | None:
-    """The part [slots, ...] of rank `source`: on every rank, or on the first and on `source`."""
-    rank, device = group.rank(), wire_device(group)
-    if not everywhere and (source == 0 or rank not in (0, source)):
-        return own if rank == source else None
-    if rank == source:
-        values = own.contiguous().to(device)
-    else:
-        values = torch.empty(shape, dtype=own.dtype, device=device)
-    if values.numel() == 0:
-        return values
+def _pass(values: Tensor, source: int, group: dist.ProcessGroup, *, everywhere: bool) -> None:
+    """The values of rank `source`, to every rank or to the first."""
     raw = values.flatten().view(torch.uint8)
     if everywhere:
         call = partial(dist.broadcast, raw, group=group, group_src=source, async_op=True)
-    elif rank == 0:
+    elif group.rank() == 0:
         call = partial(dist.irecv, raw, group=group, group_src=source)
     else:
         call = partial(dist.isend, raw, group=group, group_dst=0)
     what = "the gathering of experts"
     work = waits.start(what, call, problems.SLOW_S, group)
-    waits.finish(what, work, problems.SLOW_S, on_host=device == "cpu", group=group)
-    return values
+    waits.finish(what, work, problems.SLOW_S, on_host=not values.is_cuda, group=group)
 
 
 def _place(whole: Tensor, name: str, part: Tensor, piece: int, pieces: int) -> None:

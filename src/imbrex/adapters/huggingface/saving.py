@@ -64,12 +64,12 @@ def save_pretrained(
     team = Team([layer for _, layer in blocks], "save_pretrained", IN_TRAINER)
     team.meet()
     team.attempt(lambda: _refuse_misuse(model, blocks, max_shard_size, options))
-    dense = _dense_state(model, [name for name, _ in blocks])
+    dense = team.attempt(lambda: _dense_state(model, [name for name, _ in blocks]))
     with _Shards(Path(save_directory), _bytes(max_shard_size), team) as shards:
         shards.add(lambda: _original_names(model, dense))
         for name, layer in blocks:
-            experts = gather_experts(layer, everywhere=False)
-            shards.add(partial(_tensors_of, model, name, layer, experts, layer.dense_state()))
+            experts, beside = gather_experts(layer, team, everywhere=False), team.attempt(layer.dense_state)
+            shards.add(partial(_tensors_of, model, name, layer, experts, beside))
         shards.publish(lambda folder: _write_settings(model, blocks[0][1].origin.router_logits, folder))
 
 
