@@ -237,12 +237,13 @@ class MoELayer(nn.Module):
     def reasons(self) -> dict[str, str]:
         """The transport, schedule and experts that were chosen, and why."""
         transport, experts = self.exchange.transport, self.experts
+        about = f"{type(experts).__name__}: given by the caller"
+        if isinstance(experts, Experts):
+            about = f"{experts.implementation}: {experts.implementation_reason}{self._about_rows()}"
         return {
             "transport": f"{transport.name}: {self.exchange.transport_reason}",
             "schedule": f"{self.strategy.name}: {self.strategy.reason(self.exchange)}",
-            "experts": f"{experts.implementation}: {experts.implementation_reason}{self._about_rows()}"
-            if isinstance(experts, Experts)
-            else f"{type(experts).__name__}: given by the caller",
+            "experts": about + self.exchange.dispatcher.about_whole(experts, self.strategy.name),
         }
 
     def _about_rows(self) -> str:

@@ -178,6 +178,41 @@ def test_a_dispatch_and_its_experts_in_one_kernel_are_recorded(pool: Pool, with_
         assert found == (rank in with_one)
 
 
+def say_one_kernel(ranks: Ranks) -> list[str]:
+    """What is said of the one kernel, as the layer is made and where something is against it."""
+    with a_layer(ranks, 256, one_kernel=True) as layer:
+        about, experts = layer.exchange.dispatcher.about_whole, layer.experts
+        said = [about(experts, "serial"), about(experts, "fused"), about(torch.nn.Identity(), "serial")]
+        experts.one_launch = False
+        said.append(about(experts, "serial"))
+        experts.one_launch, experts.implementation = None, "kernels-fp8"
+        said.append(about(experts, "serial"))
+        experts.implementation = "kernels"
+        x_TD, routing = inputs_of(ranks.rank, 0, 7 + 3 * ranks.rank)
+        layer(x_TD, routing, steps=False, keep=True)
+        said.append(about(experts, "serial"))
+        layer.patch.setattr(recorded, "why_not_few", lambda *call: "there is no room")
+        layer(x_TD, routing, steps=False)
+        said.append(about(experts, "serial"))
+        return said
+
+
+def test_what_takes_one_kernel_is_said(pool: Pool) -> None:
+    asked = ": one_kernel is asked for"
+    why = [
+        "schedule 'fused' takes steps apart",
+        "experts are not imbrex's own, or a hook reads them",
+        "two launches are asked for as well (experts.one_launch)",
+        "experts are computed by 'kernels-fp8', not by 'kernels'",
+        "of the last size of a batch, there is no room",
+    ]
+    one, (*never, last) = (
+        f"; its dispatch in the one, too{asked}",
+        [f"; its dispatch apart{asked}, but {w}" for w in why],
+    )
+    assert pool.run(2, say_one_kernel) == [[one, *never, one, last]] * 2
+
+
 def run_captured(ranks: Ranks) -> tuple[list[bool], int, int]:
     """Whether y has the bits of the steps where a graph is captured, of two calls and of one whose rows are
     kept for a backward; the records behind the first call, and how many calls took one kernel."""

@@ -136,6 +136,9 @@ def test_launches_of_a_small_batch_over_nvlink_are_said(monkeypatch: pytest.Monk
     for asked, way in ((True, "one launch"), (False, "two launches")):
         layer.experts.one_launch = asked
         assert layer.reasons["experts"].endswith(f"{said}{way}: asked for")
+    about = "; and what the dispatcher says"
+    monkeypatch.setattr(layer.exchange.dispatcher, "about_whole", lambda experts, schedule: about + schedule)
+    assert layer.reasons["experts"].endswith(f"two launches: asked for{about}serial")
 
 
 @pytest.mark.usefixtures("kernels_available")

@@ -92,6 +92,11 @@ class Dispatcher(Protocol):
         """The whole call at once: y_TD, with the bits of the single steps. `None` if this dispatcher cannot:
         the caller takes the steps, and nothing but `addend` has run."""
 
+    def about_whole(self, experts: object, schedule: str) -> str:
+        """A clause of a layer's `reasons` about `run_whole`, if there is something to say of it with these
+        experts, by the schedule of this name."""
+        ...
+
     def beside(self, chunks: int, *, in_turn: bool = False) -> Dispatcher:
         """A dispatcher for crossings that run while experts compute, in this many chunks. in_turn: no row
         leaves early, together with the plan; for callers that time plans and moves apart."""

@@ -63,6 +63,9 @@ class DispatcherBase:
     ) -> Tensor | None:
         return None
 
+    def about_whole(self, experts: object, schedule: str) -> str:
+        return ""
+
     def beside(self, chunks: int, *, in_turn: bool = False) -> Any:
         return self
 

@@ -129,6 +129,9 @@ class NvlinkDispatcher(WiredDispatcher):
     ) -> Tensor | None:
         return self.recorder.run(x_TD, routing, experts, addend)
 
+    def about_whole(self, experts: object, schedule: str) -> str:
+        return self.recorder.about_one_kernel(experts, schedule)
+
     def why_not_form(self, form: RowForm) -> str | None:
         return None if form is RowForm.UNDER_WAY else super().why_not_form(form)
 
@@ -508,11 +511,8 @@ class NvlinkDispatcher(WiredDispatcher):
         out: tuple[Tensor, Tensor],
     ) -> Crossing[tuple[Tensor, Tensor]]:
         """`dispatch_backward` and, in the same launch, the weights' gradients that the experts have left in
-        `left`, which then holds the results. The bits are the same. If `why_not_home` gives a reason, `left`
-        stays as it is.
-
-        Runs in the caller's stream, so no move of the transport may be under way in another one.
-        """
+        `left`, which then holds the results: the same bits. If `why_not_home` gives a reason, `left` stays as
+        it is. In the caller's stream, as `combine_beside`."""
         products = left.take()
         gradients: list[Any] = [gradient for _, gradient in products]
         if why_not_home(gradients) is not None:

@@ -159,6 +159,8 @@ class Recorder:
         self._records: dict[Any, Record] = {}
         self._served: torch.Size | None = None
         """The sizes of experts' weights for which the dispatcher launches the same kernels every time."""
+        self._apart: str | None = None
+        """Why the last small batch without gradients that was recorded is not one kernel, or `None`."""
 
     def forget(self) -> None:
         """Drop all records: experts have moved, choices are counted from now on, or there are too many."""
@@ -166,6 +168,33 @@ class Recorder:
         self._scratches.clear()
         self._records.clear()
         self._served = None
+
+    def about_one_kernel(self, experts: object, schedule: str) -> str:
+        """A clause about the kernel that dispatches a small batch and computes it, where the transport is to
+        take it; `about_whole`'s."""
+        if not self.dispatcher.transport.one_kernel:
+            return ""
+        why = self._why_never_one(experts, schedule)
+        if why is None:
+            why = None if self._apart is None else f"of the last size of a batch, {self._apart}"
+        return f"; its dispatch {'in the one, too' if why is None else 'apart'}: one_kernel is asked for" + (
+            "" if why is None else f", but {why}"
+        )
+
+    def _why_never_one(self, experts: Any, schedule: str) -> str | None:
+        """Why no batch of this schedule is dispatched and computed in one kernel, or `None`."""
+        if schedule != "serial":
+            return f"schedule '{schedule}' takes steps apart"
+        if not surely_fit(experts):
+            return "experts are not imbrex's own, or a hook reads them"
+        if experts.implementation != "kernels":
+            return f"experts are computed by '{experts.implementation}', not by 'kernels'"
+        if experts.one_launch is False:
+            return "two launches are asked for as well (experts.one_launch)"
+        if self.dispatcher.observer.enabled:
+            return "an observer times the steps"
+        coded = is_coded(self.dispatcher.wire.dispatch) or is_coded(self.dispatcher.wire.combine)
+        return "rows cross as fp8" if coded else None
 
     def run(
         self, x_TD: Tensor, routing: Routing, experts: Any, addend: Callable[[], Tensor] | None = None
@@ -358,7 +387,10 @@ class Recorder:
         expected = kernels.shape.mean_rows(part.max_tokens) if part.is_small else 0
         plan = Groups(row_groups.plan, expected=expected, hits=row_groups.hits, one_launch=one_launch)
         how = {"sizes": weights[1].shape[1:], "keep": gate_up_RG is not None, "elsewhere": False}
-        in_one = both.why_not_both(plan, **how) is None
+        why_two = both.why_not_both(plan, **how)
+        in_one = why_two is None
+        if part.is_small and gate_up_RG is None:
+            self._apart = why_two
         if not part.is_small:
             load = self.dispatcher.transport.load
             kernels.dispatch_expert(*tokens, sms.dispatch, out=rows_RD, routed=routed, **choosing)
@@ -391,7 +423,8 @@ class Recorder:
         memory = places.rows_RD[None], places.routed
         inputs, sms = (*tokens, None), dispatcher.sms.small
         small = kernels.small_call(inputs, sms, places.groups, memory, dispatcher.choosing)
-        if why_not_few(kernels, small, len(weights[1])) is not None:
+        self._apart = why_not_few(kernels, small, len(weights[1]))
+        if self._apart is not None:
             return 0
         return run_few(kernels, small, [weights], (places.act_RF[None], places.out_RD[None]))
 
