@@ -59,16 +59,20 @@ def steps() -> Table:
 LOOPS = {
     "auto": "imbrex",
     "auto kernels-fp8": "imbrex, experts in fp8",
-    **{way: WAYS[way] for way in ("alone", "gather-scatter")},
+    "alone": WAYS["alone"],
+    "alone kernels-fp8": "data parallelism only, experts in fp8",
+    "gather-scatter": WAYS["gather-scatter"],
 }
 
 
 def loops() -> Table:
-    """Closed loops of users on two GPUs, one of each."""
-    rows = read("serve_loops")
+    """Closed loops of users on two GPUs, the newest of each."""
+    newest = {(r["impl"], *r["case"].items()): r for r in sorted(read("serve_loops"), key=lambda r: r["run"])}
+    rows = list(newest.values())
     head = ["tokens in, out", "users", "way", "tokens/s a GPU", "tokens/s a user", "ms a token, median, p99"]
     body, used = [], []
-    for case in (row["case"] for row in select(rows, impl="auto")):
+    loads = (row["case"] for row in select(rows, impl="auto"))
+    for case in sorted(loads, key=lambda case: (case["input"], case["users"])):
         for way in LOOPS:
             for row in select(rows, impl=way, case=case):
                 gaps = f"{row['gap_ms']['p50']:.1f}, {row['gap_ms']['p99']:.1f}"

@@ -86,6 +86,27 @@ def test_tokens_are_those_of_one_rank(pool: Pool) -> None:
     assert pool.run(4, answers_beside) == truth
 
 
+def answers_beside_a_drop(ranks: Ranks) -> list[list[int]]:
+    engine = Engine(
+        make(Way(transport="alltoall"), ranks), Settings(slots=2, room=20, chunk=(1, 4)), ranks.group
+    )
+    asked = [engine.submit(request) for request in requests(ranks.rank)]
+    for _ in range(3):
+        engine.step()
+    if ranks.rank == 0:
+        engine.drop()
+    engine.run()
+    return [answer.tokens for answer in asked]
+
+
+def test_a_rank_that_drops_its_requests_goes_on_with_the_others(pool: Pool) -> None:
+    truth, beside = (
+        pool.run(2, of, *more) for of, more in ((answers, (ALONE, 0)), (answers_beside_a_drop, ()))
+    )
+    assert beside[1] == truth[1]
+    assert sum(map(len, beside[0])) < sum(map(len, truth[0]))
+
+
 def in_graphs(ranks: Ranks, transport: str) -> bool:
     way = Way(transport=transport)
     return takes_graphs(make(way, ranks), way)
@@ -229,6 +250,7 @@ def test_no_graph_is_a_lever_where_there_are_none(tmp_path: Path) -> None:
         (["--forced", "1"], "nothing is drafted"),
         (["--interval", "0"], "--interval is 0"),
         (["--input", "8,0"], "--input is 8,0"),
+        (["--sizes", "4,0"], "--sizes is 4,0"),
         (["--input", "-5"], "--input is -5"),
         (["--levers", "0"], "--levers 0: give 1 or more"),
         (["--levers", "--report", "page.html"], "leave --report out"),

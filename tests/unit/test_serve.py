@@ -203,6 +203,26 @@ def test_whole_numbers_of_numpy_are_tokens() -> None:
     assert answer.tokens == greedy(engine.model, [1, 2], 3)
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_dropped_requests_leave_an_engine_as_new(drafts: int) -> None:
+    """One that decodes, one whose prompt is half in, one that waits; the next ones get their own tokens."""
+    model = make()
+    settings = Settings(slots=2, room=30, chunk=(1, 4), interval=3, drafting=Drafting(length=drafts))
+    engine = Engine(model, settings)
+    short, long, last = prompts(3, 12, 5)
+    dropped = [engine.submit(Request(prompt=p, max_tokens=9)) for p in (short, long, last)]
+    for _ in range(3):
+        engine.step()
+    assert (len(engine.running), len(engine.filling), len(engine.waiting)) == (1, 1, 1)
+    engine.drop()
+    assert int(engine.steps.state.remaining_Z.sum()) == 0
+    answers = [engine.submit(Request(prompt=p, max_tokens=7)) for p in (last, short, long)]
+    engine.run()
+    assert [answer.tokens for answer in answers] == [greedy(model, p, 7) for p in (last, short, long)]
+    assert not any(answer.done for answer in dropped)
+    assert sorted(engine.free) == [0, 1]
+
+
 def test_what_an_engine_cannot_be_made_of() -> None:
     with pytest.raises(ValueError, match="slots is 0"):
         Settings(slots=0, room=8)

@@ -83,7 +83,7 @@ def test_loops_are_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "points_of", points_of)
     args = Namespace(users="4", input="4", drafts="0", interval="4", chunk="1x1", output=3, rounds=2)
     args.ranks, args.levers, args.forced, args.weights, args.model = 2, 3, None, None, "demo"
-    args.dtype, args.train = "float32", 0
+    args.dtype, args.train, args.sizes = "float32", 0, None
     board: Any = SimpleNamespace(write=lambda phase: None)
     way = Way(transport="alltoall", codec="identity", experts="auto")
     rows = list(command.compare(args, way, torch.device("cpu"), board))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from imbrex.bench.serve import loop
 from imbrex.bench.serve.loop import Load, serve
 from imbrex.bench.serve.measured import step_times
 from imbrex.bench.serve.replay import StepTimes, at, replay
@@ -102,13 +104,33 @@ def test_a_step_over_the_whole_room_takes_as_long_at_any_length() -> None:
 
 
 @pytest.mark.parametrize("chunk", [64, 256])
-def test_a_rate_is_that_of_a_longer_load_or_none(chunk: int) -> None:
-    """The window of two rounds holds the others' prompts: it gave 91 tokens/s for 1660."""
-    times = StepTimes(decode={32: [(0, 0.0107)]}, prefill=[(0, 0.0085)])
-    kind = Settings(slots=32, room=288, chunk=(1, chunk), sizes=(32,), interval=4)
-    two, three, six = (
-        replay(times, Load(users=32, input=256, output=32, rounds=rounds), kind)["tokens_per_s_gpu"]
-        for rounds in (2, 3, 6)
-    )
-    assert two is None
-    assert three == pytest.approx(six, rel=0.03)
+def test_two_answers_of_a_user_tell_what_ten_do(chunk: int) -> None:
+    """Users begin in the middle of answers, and the window holds as many prompts as answers; what a user sees
+    is of the window alone, in which all are served."""
+    times = StepTimes(decode={8: [(0, 0.0107)]}, prefill=[(0, 0.0085)])
+    kind = Settings(slots=8, room=320, chunk=(1, chunk), sizes=(8,), interval=4)
+    two, ten = (replay(times, Load(users=8, input=256, output=64, rounds=rounds), kind) for rounds in (2, 10))
+    for name in ("tokens_per_s_gpu", "tokens_per_s_user"):
+        assert two[name] == pytest.approx(ten[name], rel=0.015)
+    assert (two["requests"], ten["requests"]) == (8, 72)
+    # A user decodes for less than the whole of the time, as prompts of its own take the rest.
+    assert two["tokens_per_s_user"] > two["tokens_per_s_gpu"] / 8
+
+
+def test_windows_of_ranks_that_hardly_meet_give_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    load, kind = Load(users=2, input=8, output=20), Settings(slots=2, room=30, chunk=(1, 8))
+    times = StepTimes(decode={1: [(0, 1.0)], 2: [(0, 1.0)]}, prefill=[(0, 1.0)])
+    whole = replay(times, load, kind)
+    assert whole["tokens_per_s_gpu"] is not None
+    windows: list[list[float]] = []
+    gathered = loop._gathered
+
+    def beside_another(own: Any, group: Any) -> list[Any]:
+        if not windows and isinstance(own, list):
+            windows[:] = [own, [own[1] - 6.0, own[1] + 9.0]]
+            return windows
+        return gathered(own, group)
+
+    monkeypatch.setattr(loop, "_gathered", beside_another)
+    assert replay(times, load, kind)["tokens_per_s_gpu"] is None
+    assert len(windows) == 2

@@ -220,6 +220,16 @@ class Engine:
         host.spent("check")
         return True
 
+    def drop(self) -> None:
+        """Forget this rank's requests; their answers stay as they are. The other ranks' go on."""
+        if not (self.waiting or self.filling or self.running):
+            return
+        for of in (self.waiting, self.filling, self.running, self._ends):
+            of.clear()
+        self.free = list(range(self.settings.slots))
+        # Behind the newest step, on its stream: the rows are dummies from here on.
+        self.steps.state.remaining_Z.zero_()
+
     def close(self) -> None:
         self.programs.clear()
         for part in (*self.layers, self.model.head):

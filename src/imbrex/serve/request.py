@@ -30,12 +30,6 @@ class Answer:
         self.tokens += tokens
         self.arrivals.append((now, len(tokens)))
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens per second between the first delivery and the last; NaN if there was one only."""
-        (first, at_once), (last, _) = self.arrivals[0], self.arrivals[-1]
-        return (len(self.tokens) - at_once) / (last - first) if last > first else float("nan")
-
 
 def why_not_request(request: Request, *, vocabulary: int, room: int) -> str | None:
     """Why a request cannot be answered, or `None`."""

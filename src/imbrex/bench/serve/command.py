@@ -49,8 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--users", default="4", metavar="N,...", help="requests at once over all ranks, one or several (4)")
     add("--input", default="24", metavar="N,...", help="tokens of a prompt (24)")
     add("--output", type=int, default=16, metavar="N", help="tokens of an answer (16)")
-    add("--rounds", type=int, default=3, metavar="N", help="requests of a user, the first not counted (3)")
+    add("--rounds", type=int, default=3, metavar="N", help="answers of a user, the first not counted (3)")
     add("--chunk", metavar="RxS", help="rows and tokens of a step of prompts (1x32; --levers: a quarter)")
+    rows = "rows of a rank for which there are steps (powers of two); few are soon recorded"
+    add("--sizes", metavar="N,...", help=rows)
     add("--interval", metavar="N,...", help="steps between two deliveries of tokens (1; with --levers 4)")
     add("--drafts", default="0", metavar="N,...", help="tokens that a step drafts: 0, 1, 3 (0)")
     accepted = "count so many drafts as right in the mean, whatever was drafted; figures are labelled forced"
@@ -96,7 +98,7 @@ def check(args: argparse.Namespace) -> None:
     for name, least in (("ranks", 1), ("output", 1), ("rounds", 2)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name} is {getattr(args, name)}: give {least} or more")
-    for name in LISTS:
+    for name in (*LISTS, *(["sizes"] if args.sizes is not None else [])):
         least = 0 if name == "drafts" else 1
         if min(numbers(args, name)) < least:
             raise ValueError(f"--{name} is {getattr(args, name)}: give numbers of {least} or more")
@@ -292,6 +294,7 @@ def settings_of(
         interval=interval,
         drafting=Drafting(length=drafts, forced=args.forced if drafts else None),
         graphs=graphs,
+        sizes=tuple(numbers(args, "sizes")) if args.sizes else (),
     )
 
 

@@ -1,18 +1,25 @@
 """A closed loop of users: each has one request at a time and asks the next as soon as it is answered.
 
-x of a Pareto curve is what a user sees, the mean over requests of tokens a second behind the first token; y
-is what a GPU gives, tokens a second of all users over the ranks. Both are of a window in which every user is
-served: it begins when the last user's first request has been answered, whose length is staggered so that
-requests do not end together, and ends when the first user is done. Where half an answer of every user does
-not fit into it, as with two rounds and long prompts, it holds mostly the prompts of others: no rate.
+x of a Pareto curve is what a user sees, the mean over users of tokens a second behind first tokens; y is what
+a GPU gives, tokens a second of all users over the ranks. Both are of a window in which every user is served,
+and which holds as many prompts as answers:
+
+    begin   users stand at different places of an answer, the tokens before counted to their first prompt
+    window  from the first answer that ends when all first prompts are in the cache, to the end of that
+            user's last one
+    end     at once: what is left of the others' answers is dropped
+
+Where half an answer of every user does not fit into the window of all ranks, there is no rate.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,8 +32,8 @@ from imbrex.serve.request import Answer, Request
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """A load of requests. users: over all ranks. input, output: tokens of every request. rounds: requests
-    of a user, the first not counted."""
+    """A load of requests. users: over all ranks. input, output: tokens of every request. rounds: answers of
+    the user that the window is of, the one before it counted."""
 
     users: int
     input: int
@@ -38,28 +45,47 @@ class Load:
 
 
 class Users:
-    """The users of a rank."""
+    """The users of a rank. window: when it began and when it ended, as far as they have; the whole of time
+    where a rank has no user."""
 
     def __init__(
         self, engine: Engine, load: Load, *, rank: int, ranks: int, text: Tensor | None = None
     ) -> None:
         self.engine, self.load, self.count = engine, load, load.users_of(rank, ranks)
+        # Alike on all ranks, so that their windows are.
+        self.places = load.users_of(0, ranks)
         self.random, self.text = random.Random(rank), text
         self.answers: list[list[Answer]] = [[] for _ in range(self.count)]
         self.of_answer: dict[int, int] = {}
+        self.window = [] if self.count else [0.0, math.inf]
+        self._last: tuple[int, int] | None = None
         engine.answered = self.answered
+
+    @property
+    def over(self) -> bool:
+        return len(self.window) == 2
 
     def begin(self) -> None:
         for user in range(self.count):
-            self._ask(user, max(1, self.load.output * (user + 1) // self.count))
+            self._ask(user, max(1, self.load.output * (user + 1) // self.places))
 
     def answered(self, answer: Answer) -> None:
         user = self.of_answer.pop(id(answer), None)
-        if user is not None and len(self.answers[user]) < self.load.rounds:
-            self._ask(user, self.load.output)
+        if user is None or self.over:
+            return
+        place = user, len(self.answers[user])
+        if self._last is None and all(of_user[0].arrivals for of_user in self.answers):
+            self._last = user, place[1] + self.load.rounds - 1
+            self.window.append(answer.arrivals[-1][0])
+        elif place == self._last:
+            self.window.append(answer.arrivals[-1][0])
+            return
+        self._ask(user, self.load.output)
 
     def _ask(self, user: int, max_tokens: int) -> None:
-        size, vocabulary = self.load.input, self.engine.model.config.vocabulary
+        # Tokens that a user has of its first answer already are part of its prompt.
+        size = self.load.input + self.load.output - max_tokens
+        vocabulary = self.engine.model.config.vocabulary
         if self.text is None:
             prompt = [self.random.randrange(vocabulary) for _ in range(size)]
         else:
@@ -71,30 +97,21 @@ class Users:
         self.of_answer[id(answer)] = user
         self.answers[user].append(answer)
 
-    def window(self) -> tuple[float, float]:
-        """When the last user's first request was answered, and when the first user's last was."""
-        if not self.count:
-            return 0.0, float("inf")
-        return (
-            max(of_user[0].arrivals[-1][0] for of_user in self.answers),
-            min(of_user[-1].arrivals[-1][0] for of_user in self.answers),
-        )
-
     def counted(self, begin: float, end: float) -> dict[str, Any]:
-        """Tokens that came in the window, the rate that every request had, and the gaps between deliveries a
-        token."""
-        later = [answer for of_user in self.answers for answer in of_user[1:]]
-        arrivals = [a for of_user in self.answers for answer in of_user for a in answer.arrivals]
-        gaps = [
-            (at - before) / count
-            for answer in later
-            for (before, _), (at, count) in zip(answer.arrivals, answer.arrivals[1:], strict=False)
-        ]
-        return {
-            "tokens": sum(count for at, count in arrivals if begin < at <= end),
-            "rates": [answer.tokens_per_s for answer in later if len(answer.arrivals) > 1],
-            "gaps": gaps,
-        }
+        """Tokens that came in the window, answers that ended in it, the rate that every user saw, and the
+        gaps between deliveries a token."""
+        tokens, ended, rates, gaps = 0, 0, list[float](), list[float]()
+        for of_user in self.answers:
+            seen, seconds = 0, 0.0
+            for answer in of_user:
+                tokens += sum(count for at, count in answer.arrivals if begin < at <= end)
+                ended += answer.done and begin < answer.arrivals[-1][0] <= end
+                for (before, _), (at, count) in pairwise(answer.arrivals):
+                    if begin <= before and at <= end:
+                        seen, seconds = seen + count, seconds + at - before
+                        gaps.append((at - before) / count)
+            rates += [seen / seconds] if seconds else []
+        return {"tokens": tokens, "ended": ended, "rates": rates, "gaps": gaps}
 
 
 def serve(
@@ -117,8 +134,10 @@ def serve(
     begun(0)
     while engine.step():
         begun(engine.host.steps)
+        if users.over:
+            engine.drop()
     took = engine.clock() - began
-    windows = _gathered(users.window(), group)
+    windows = _gathered(users.window, group)
     begin, end = max(w[0] for w in windows), min(w[1] for w in windows)
     counted = _gathered(users.counted(begin, end), group)
     rates, gaps = ([x for of in counted for x in of[name]] for name in ("rates", "gaps"))
@@ -128,7 +147,7 @@ def serve(
         "tokens_per_s_gpu": tokens / (end - begin) / ranks if tells else None,
         "tokens_per_s_user": statistics.fmean(rates) if rates else None,
         "gap_ms": _quantiles([1e3 * gap for gap in gaps]),
-        "requests": sum(len(of["rates"]) for of in counted),
+        "requests": sum(of["ended"] for of in counted),
         "tokens_per_row_step": round(host.row_tokens / max(host.row_steps, 1), 3),
         "steps": host.steps,
         "step_ms": 1e3 * took / host.steps,
