@@ -240,6 +240,14 @@ EVENTS = [
         ("ranks/test_events_nvlink.py::test_a_late_rank_is_done_without_and_its_mask_replays_to_the_bit",),
     ),
     Fault(
+        "events-gradients-at-rows-of-before",
+        "overlap/events/device.py",
+        "gradients that are made anew are at the rows that are left, not where these were",
+        "self._gradients(computed, d_y_RD[order_R])",
+        "self._gradients(computed, d_y_RD)",
+        ("ranks/test_events_nvlink.py::test_a_late_rank_is_done_without_and_its_mask_replays_to_the_bit",),
+    ),
+    Fault(
         "events-device-learns-the-next-wait",
         "kernels/events/claims.cuh",
         "a GPU's patience is the wait behind the quantile that is asked for",

@@ -124,8 +124,10 @@ def one_step(
     cast: bool = False,
     leave: Callable[[], object] = awake,
 ) -> dict[str, Any]:
-    """Outputs and gradients of a step. cast: the forward is under autocast. leave: called behind it."""
+    """Outputs of a step, and gradients, those of parameters twice as large by hooks. cast: the forward is
+    under autocast. leave: called behind it."""
     layer.zero_grad()
+    hooks = [p.register_hook(lambda gradient: 2 * gradient) for p in layer.parameters() if with_grad]
     x_TD = x_TD.clone().requires_grad_(with_grad)
     lower = torch.autocast(x_TD.device.type, dtype=torch.bfloat16, enabled=cast)
     with torch.set_grad_enabled(with_grad), lower:
@@ -138,6 +140,8 @@ def one_step(
         for name, parameter in layer.named_parameters():
             grad = parameter.grad
             out[name.replace("inner.", "")] = torch.zeros_like(parameter) if grad is None else grad
+    for hook in hooks:
+        hook.remove()
     if kept is not None:
         out.pop("kept")
     elif out["kept"] is None:

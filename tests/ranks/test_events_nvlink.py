@@ -4,6 +4,7 @@ outputs and gradients are serial's, given the mask."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,8 @@ import imbrex
 from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.observe import Recorder
 from imbrex.overlap import Events
+from imbrex.overlap.events import device
+from imbrex.overlap.gradients import gradients_of
 from tests.emulated import kernel
 from tests.ranks.emulated_nvlink import EmulatedNvlink
 from tests.ranks.late import Farewells, Sleepy, awake
@@ -31,11 +34,17 @@ WIDE = replace(CASE, config=replace(CONFIG, hidden_size=256), options=SUMS_FP8)
 LATE, TAU_S, STEPS = 3, 0.4, 2
 
 
+def nap(sleep: Callable[[], object], *_: object) -> None:
+    """A hook before experts, which would be given what it returns."""
+    sleep()
+
+
 def run_late(
     ranks: Ranks, case: Case, late: str, epsilon: int, with_grad: bool, folder: Path
 ) -> dict[str, Any]:
-    """Some steps, of whom the last rank is late in all but the first, before them or in its experts, until
-    the others have left; each again by serial, given its mask."""
+    """Some steps, of whom the last rank is late in all but the first, before them, in its experts (`experts`)
+    or in a module that takes their place (`module`), until the others have left; each again by serial, given
+    its mask."""
     nvlink = EmulatedNvlink(ranks.group, timeout=60.0) if ranks.device == "cpu" else "nvlink"
     torch.manual_seed(0)
     options: dict[str, Any] = case.options | {"transport": nvlink}
@@ -59,10 +68,12 @@ def run_late(
         sleep = partial(farewells.all_left, step, LONGEST_S) if is_late else awake
         if late == "before":
             sleep()
-        if late == "experts":
+        if late == "module":
             ours.experts = Sleepy(inner, sleep)
+        hook = inner.register_forward_pre_hook(partial(nap, sleep if late == "experts" else awake))
         mine = one_step(ours, x_TD, None, with_grad, leave=partial(leave, step))
         ours.experts = inner
+        hook.remove()
         kept_TK = mine.pop("kept")
         theirs = one_step(serial, x_TD, kept_TK, with_grad)
         differ += [(step, name) for name in theirs if not torch.equal(mine[name], theirs[name])]
@@ -85,7 +96,13 @@ def test_without_patience_the_bits_are_those_of_serial(pool: Pool, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("late", "with_grad", "tensor_ranks"),
-    [("before", False, 1), ("before", True, 1), ("experts", True, 1), ("experts", True, 2)],
+    [
+        ("before", False, 1),
+        ("before", True, 1),
+        ("experts", True, 1),
+        ("experts", True, 2),
+        ("module", True, 1),
+    ],
 )
 def test_a_late_rank_is_done_without_and_its_mask_replays_to_the_bit(
     pool: Pool, tmp_path: Path, late: str, with_grad: bool, tensor_ranks: int
@@ -97,7 +114,7 @@ def test_a_late_rank_is_done_without_and_its_mask_replays_to_the_bit(
     for rank, answer in enumerate(answers):
         assert answer["differ"] == [], rank
         assert answer["reasons"].endswith("by the GPU's clock")
-        assert answer["dropped"][1] > 0 or (late == "experts" and rank == LATE), (rank, answer)
+        assert answer["dropped"][1] > 0 or (late != "before" and rank == LATE), (rank, answer)
         assert answer["counters"]["drops"] == sum(answer["dropped"])
         assert (sum(answer["counters"]["gave_up"]) > 0) == (sum(answer["dropped"]) > 0)
 
@@ -157,6 +174,36 @@ def run_refused(ranks: Ranks, schedule: Any, options: dict[str, Any]) -> str:
 def test_what_the_kernels_do_not_serve_is_every_ranks_sentence(pool: Pool, codec: Any) -> None:
     for answer in pool.run(2, run_refused, Events(), {"codec": codec}):
         assert "events over nvlink move tokens as they are, and sums also as fp8; give codec=" in answer
+
+
+def run_in_order(ranks: Ranks, module: bool) -> list[str]:
+    """What a backward with patience did: made gradients, and asked what came of its forward."""
+    nvlink = EmulatedNvlink(ranks.group, timeout=20.0)
+    case = replace(CASE, options={"transport": nvlink, "schedule": Events(10.0, 1)})
+    layer: Any = make_layer(case, ranks.group)
+    if module:
+        layer.experts = Sleepy(layer.experts, awake)
+    did: list[str] = []
+
+    def asks(forward: Any) -> bool:
+        did.append("asked")
+        return False
+
+    def gradients(*inputs: Any) -> Any:
+        did.append("gradients")
+        return gradients_of(*inputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device.DeviceForward, "computed_in_vain", asks)
+        patch.setattr(device, "gradients_of", gradients)
+        layer(tokens_of(case, ranks.rank)).sum().backward()
+    return did
+
+
+def test_the_device_works_on_while_the_host_asks(pool: Pool) -> None:
+    """A module of the user's may do more in its backward than return gradients, so it goes back once."""
+    assert pool.run(2, run_in_order, False) == [["gradients", "asked"]] * 2
+    assert pool.run(2, run_in_order, True) == [["asked", "gradients"]] * 2
 
 
 def run_frugal(ranks: Ranks) -> list[bool]:

@@ -154,6 +154,7 @@ def run_both(
         for strategy in (Serial(), Fused(roles)):
             x_TD, routing = inputs_of(ranks.rank, 31 if ranks.rank else tokens)
             experts = Kernels(ranks.rank, train_down=train_down)
+            experts.gate_up.register_hook(lambda gradient: 2 * gradient)
 
             def addend(like: Tensor = x_TD) -> Tensor:
                 return 0.5 * like

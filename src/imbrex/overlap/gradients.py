@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from imbrex.runtime.gradients import hooks_aside
+
 
 def gradients_of(
     out_RD: Tensor,
@@ -23,7 +25,8 @@ def gradients_of(
     leaves = [rows_RD, *([] if weights_R is None else [weights_R]), *parameters]
     gradients: list[Tensor | None] = [None] * len(leaves)
     if out_RD.requires_grad:
-        gradients = list(torch.autograd.grad(out_RD, leaves, d_out_RD, allow_unused=True))
+        with hooks_aside(parameters):
+            gradients = list(torch.autograd.grad(out_RD, leaves, d_out_RD, allow_unused=True))
     d_rows_RD = gradients.pop(0)
     d_weights_R = None
     if weights_R is not None:

@@ -18,6 +18,7 @@ from imbrex.observe.clock import device_microseconds
 from imbrex.overlap.chunks import Backward, Forward
 from imbrex.overlap.engine import execute_timed
 from imbrex.overlap.pipelined import Pipelined
+from imbrex.runtime.gradients import hooks_aside
 from imbrex.runtime.words import words
 from imbrex.schedule.choice import candidates, predict
 from imbrex.schedule.contention import Contention, fit
@@ -186,9 +187,10 @@ class _Layer:
         clock.backward = True
         # Not `y_TD.backward`, which would add gradients to the caller's parameters.
         leaves = [x_TD, weights_TK, *self.parameters]
-        clock.time(
-            "whole", lambda: torch.autograd.grad(y_TD, leaves, torch.ones_like(y_TD), allow_unused=True)
-        )
+        with hooks_aside(self.parameters):
+            clock.time(
+                "whole", lambda: torch.autograd.grad(y_TD, leaves, torch.ones_like(y_TD), allow_unused=True)
+            )
         return clock.seconds
 
     @torch.no_grad()

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from imbrex.runtime.gradients import hooks_aside
+
 _current: ContextVar[Deferral | None] = ContextVar("imbrex_deferral", default=None)
 
 Gradient = Callable[[Tensor | None], Tensor | None]
@@ -71,8 +73,9 @@ class Deferral:
             if place is not None:
                 gradients[place] = d_weight
                 continue
-            for i, grad in enumerate(torch.autograd.grad(weight, parameters, d_weight, allow_unused=True)):
-                gradients[i] = added(gradients[i], grad)
+            with hooks_aside(parameters):
+                more = torch.autograd.grad(weight, parameters, d_weight, allow_unused=True)
+            gradients = [added(total, grad) for total, grad in zip(gradients, more, strict=True)]
         self._products.clear()
         return gradients
 

@@ -1,7 +1,9 @@
-"""Functions that scale gradients on their way back."""
+"""Functions that scale gradients on their way back, and inner backwards that no hook hears of."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +11,11 @@ from torch import Tensor
 
 __all__ = ["scale_gradient"]
 """The name for adapters."""
+
+
+HOOKS = "_backward_hooks"
+"""Where a tensor keeps its hooks, a dictionary that autograd reads at every gradient; torch has no open door
+to it."""
 
 
 class _ScaledGradient(torch.autograd.Function):
@@ -26,3 +33,17 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
     """Return `x`; its gradient is multiplied by `factor`."""
     scaled: Any = _ScaledGradient.apply(x, factor)
     return scaled
+
+
+@contextmanager
+def hooks_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Leave the hooks of `parameters` out of a backward inside of a backward, which finds a part of their
+    gradients. They hear of the sum, once, when the outer one has it."""
+    copies = [(hooks, dict(hooks)) for p in parameters if (hooks := getattr(p, HOOKS))]
+    for hooks, _ in copies:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, copy in copies:
+            hooks.update(copy)

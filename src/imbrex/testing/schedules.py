@@ -109,6 +109,8 @@ def _numbers(
     shared = torch.randn(6, generator=drawn, **FLOATS).requires_grad_()
     ids_TK = torch.rand(tokens, num_experts, generator=drawn, **FLOATS).argsort(1)[:, :2].contiguous()
     weights_TK = torch.rand(tokens, 2, generator=drawn, **FLOATS).requires_grad_()
+    for parameter in experts.parameters():  # hears of its gradient once, whatever the number of chunks
+        parameter.register_hook(lambda gradient: 2 * gradient)
     routing = Routing(ids_TK=ids_TK, weights_TK=weights_TK)
     y_TD = strategy.run(x_TD, routing, exchange, experts, lambda: x_TD * shared).y_TD
     (y_TD * torch.cos(torch.arange(y_TD.numel(), device=y_TD.device).view_as(y_TD))).sum().backward()

@@ -1,9 +1,10 @@
 """Events over NVLink: packets, patience and sums by kernels that wait for no host (docs/events.md).
 
 A backward is of the ranks that counted in its forward, which the device knows. A host may have computed rows
-of a home that then did without them. So, where there is patience, its backward asks the device what came of
-the forward, and computes the experts once more on the others' rows where there are such: gradients are then
-to the bit those of a call that was given the mask. Where ranks share experts, homes say so in the backward.
+of a home that then did without them. So, where there is patience, the host asks the device what came of the
+forward, when it has queued the backward of the experts. Where there are such rows, it computes the experts
+once more on the others' and their gradients anew: these are then to the bit those of a call that was given
+the mask. Where ranks share experts, homes say so in the backward.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from imbrex.contracts import Codec, Experts, Geometry, Placement, Routing, RowEx
 from imbrex.exchange import plan
 from imbrex.exchange.agreement import explain, find_problem
 from imbrex.exchange.nvlink_fit import DTYPE, is_coded
-from imbrex.kernels.events.events import EventsKernels, Patience, Room
+from imbrex.experts.experts import Experts as Ours
+from imbrex.kernels.events.events import EventsCall, EventsKernels, Patience, Room
 from imbrex.kernels.ffn.glue import Groups
 from imbrex.kernels.routing.routed import Routed
 from imbrex.kernels.rows.weights import spread, weigh
@@ -205,6 +207,19 @@ class DeviceForward(Call):
         self.told_4W.copy_(outcome_4W, non_blocking=True)
         self.mark = StreamEvent(outcome_4W.device)
 
+    @property
+    def may_go_back_twice(self) -> bool:
+        """Whether a backward of the experts has no effect but its results, and the host can ask what came of
+        the forward."""
+        experts, can_ask = self.experts, self.call.patience.epsilon and self.mark is not None
+        return bool(can_ask) and isinstance(experts, Ours) and experts.gradient_sums is None
+
+    def compute_again(self, computed: Computed) -> tuple[Computed, Tensor]:
+        """The experts' part of the rows that counted, and the row that each was."""
+        served_W = self.call.outcome_4W[2].bool()
+        routed, order_R = computed.routed.without(served_W, computed.rows_RD.shape[0])
+        return self.compute(routed, computed.rows_RD.detach()[order_R]), order_R
+
     def computed_in_vain(self) -> bool:
         """Whether there may be rows here of homes that do without them."""
         if not self.call.patience.epsilon:
@@ -237,12 +252,38 @@ class DeviceBackward:
             if forward.shared and forward.call.patience.epsilon:
                 kernels.settle(back)
                 forward.tell_host()
-        computed = self._graph()
-        with observer.span("combine_backward", layer=layer):
-            back.routed = computed.routed
-            d_y_RD = kernels.take_back(back)
-            d_out_RD, d_weights_R = d_y_RD, None
-            if forward.weighted:
+        d_rows_RD, d_weights_R, d_parameters = self._experts(back)
+        with observer.span("dispatch_backward", layer=layer):
+            return *kernels.sum_back(back, d_rows_RD, d_weights_R), d_parameters
+
+    def _experts(self, back: EventsCall) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+        """Gradients of the rows that counted, of their weights and of the parameters. Where these add to
+        nothing, the host asks only behind them: the device works on while the host waits for its answer, and
+        gradients of rows in vain are made anew."""
+        forward = self.forward
+        computed = forward.computed
+        del forward.computed
+        asked_first = not forward.may_go_back_twice
+        if asked_first and forward.computed_in_vain():
+            computed, _ = forward.compute_again(computed)
+        back.routed = computed.routed
+        with forward.exchange.observer.span("combine_backward", layer=forward.exchange.layer):
+            d_y_RD = forward.seat.kernels.take_back(back)
+        gradients = self._gradients(computed, d_y_RD)
+        if asked_first or not forward.computed_in_vain():
+            return gradients
+        del gradients
+        computed, order_R = forward.compute_again(computed)
+        back.routed = computed.routed
+        return self._gradients(computed, d_y_RD[order_R])
+
+    def _gradients(self, computed: Computed, d_y_RD: Tensor) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+        """Gradients of the rows, of their weights and of the parameters."""
+        forward = self.forward
+        observer, layer = forward.exchange.observer, forward.exchange.layer
+        d_out_RD, d_weights_R = d_y_RD, None
+        if forward.weighted:
+            with observer.span("combine_backward", layer=layer):
                 d_out_RD, d_weights_R = weigh(
                     d_y_RD, computed.out_RD.detach(), computed.weights_R, computed.routed
                 )
@@ -251,22 +292,9 @@ class DeviceBackward:
             d_rows_RD, d_more_R, d_parameters = gradients_of(
                 computed.out_RD, d_out_RD, computed.rows_RD, applied_R, self.parameters
             )
-        with observer.span("dispatch_backward", layer=layer):
-            d_rows_RD = d_rows_RD.contiguous()
             d_weights_R = d_weights_R if d_more_R is None else d_more_R.contiguous()
             assert d_weights_R is not None
-            return *kernels.sum_back(back, d_rows_RD, d_weights_R), d_parameters
-
-    def _graph(self) -> Computed:
-        """The rows that counted, and the experts' results for them, whose graph the backward goes through."""
-        forward = self.forward
-        computed = forward.computed
-        del forward.computed
-        if not forward.computed_in_vain():
-            return computed
-        served_W = forward.call.outcome_4W[2].bool()
-        routed, order_R = computed.routed.without(served_W, computed.rows_RD.shape[0])
-        return forward.compute(routed, computed.rows_RD.detach()[order_R])
+            return d_rows_RD.contiguous(), d_weights_R, d_parameters
 
 
 __all__ = ["DeviceBackward", "DeviceForward", "DeviceSeat"]
