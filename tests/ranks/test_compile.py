@@ -15,6 +15,7 @@ from torch import Tensor
 
 import imbrex
 import imbrex.overlap
+from imbrex.contracts import Dispatched, RowForm
 from imbrex.runtime import roll
 from tests.emulated import kernel
 from tests.poison import real_empty
@@ -187,6 +188,43 @@ def test_ranks_wait_for_one_that_compiles(pool: Pool, transport: str) -> None:
         assert all(torch.equal(first, other) for other in others)
 
 
+class Compiled(torch.nn.Module):
+    """Experts of somebody's own that compile themselves at their first call, behind its dispatch."""
+
+    applies_weights, forms = False, (RowForm.ROWS,)
+
+    def __init__(self, compile_s: float) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+        def slow(graph: Any, _: Any) -> Any:
+            time.sleep(compile_s)
+            return graph.forward
+
+        self.run = torch.compile(lambda rows_RD: rows_RD * self.scale, backend=slow)
+
+    def forward(self, dispatched: Dispatched) -> Tensor:
+        return self.run(dispatched.rows_RD)
+
+
+def run_beside_slow_experts(ranks: Ranks) -> bool:
+    """The last rank's experts compile for longer than a rank may be silent."""
+    torch._dynamo.reset()
+    experts = Compiled(1.5 * (ranks.rank == ranks.world_size - 1))
+    layer = imbrex.MoELayer(CONFIG, ranks.group, transport="alltoall", experts=experts, timeout=1.0)
+    x, outputs = torch.randn(5, CONFIG.hidden_size), []
+    for _ in range(2):
+        with real_empty(), torch.no_grad():
+            outputs.append(layer(x))
+    assert not roll.who_compiles()
+    return torch.equal(*outputs)
+
+
+@pytest.mark.untraced
+def test_ranks_wait_for_one_whose_experts_compile_themselves(pool: Pool) -> None:
+    assert pool.run(2, run_beside_slow_experts) == [True] * 2
+
+
 def silent_and_compiling(ranks: Ranks) -> str:
     """What the roll says of a rank that compiles and answers nobody."""
     if ranks.rank == 1:
@@ -199,5 +237,5 @@ def silent_and_compiling(ranks: Ranks) -> str:
 
 
 def test_a_lost_rank_that_compiles_is_named(pool: Pool) -> None:
-    said = "; not heard of since: rank 1; rank 1 compiles a layer: raise the time-out (IMBREX_TIMEOUT_S)"
+    said = "; not heard of since: rank 1; rank 1 compiles: raise the time-out (IMBREX_TIMEOUT_S)"
     assert pool.run(2, silent_and_compiling)[0] == f"{said}, or compile on every rank"

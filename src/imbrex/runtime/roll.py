@@ -36,22 +36,43 @@ def will_tell(group: dist.ProcessGroup) -> None:
 
 
 class _Note:
-    """The note of this rank. compiling: it compiles a layer, and has not run it yet."""
+    """The note of this rank. compiling: it compiles. layer: a layer, and has not run it yet."""
 
-    compiling = False
+    compiling = layer = False
 
 
 @in_trace_too
 def tell_compiling() -> None:
     """Note, as a compiler traces a layer, that this rank comes later than others."""
+    _begin_compiling()
+    _Note.layer = True
+
+
+def tell_running() -> None:
+    """Take that note back, as this rank meets others again. From the first such call on, it is written for
+    whatever else is compiled, too: experts by themselves, or what stands between two layers."""
+    if (dynamo := sys.modules.get("torch._dynamo.callback")) is not None:
+        _listen(dynamo.callback_handler)
+    if _Note.compiling:
+        _Note.compiling = _Note.layer = False
+        _write_compiling("0")
+
+
+def _listen(compiler: Any) -> None:
+    """Hear of every compilation. `torch._dynamo.reset` forgets who listens."""
+    if _begin_compiling not in compiler.start_callbacks:
+        compiler.register_start_callback(_begin_compiling)
+        compiler.register_end_callback(_end_compiling)
+
+
+def _begin_compiling(*_: object) -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         _write_compiling(f"{time.time()}")
         _Note.compiling = True
 
 
-def tell_running() -> None:
-    """Take that note back, as this rank meets others again."""
-    if _Note.compiling:
+def _end_compiling(*_: object) -> None:
+    if _Note.compiling and not _Note.layer:
         _Note.compiling = False
         _write_compiling("0")
 
@@ -128,7 +149,7 @@ def _on_the_silent(group: dist.ProcessGroup, silent: list[int], begins: bool) ->
         words += f"; not heard of since: rank{'s' * (len(unheard) > 1)} {', '.join(map(str, unheard))}"
         for rank in sorted({*unheard} & {*who_compiles()}):
             uneven = False
-            words += f"; rank {rank} compiles a layer: raise the time-out (IMBREX_TIMEOUT_S), or "
+            words += f"; rank {rank} compiles: raise the time-out (IMBREX_TIMEOUT_S), or "
             words += "compile on every rank"
     elif any(how != WELL for how in ended.values()):
         uneven = False
