@@ -24,6 +24,7 @@ from imbrex.bench.serve.report import write_report
 
 HERE = Path(__file__).parent / "results"
 FILES = ("serve.json", "serve_one.json")
+LOOPS = HERE / "serve_loops.json"
 QUESTION = "What does a GPU give at what a user sees, replayed from measured steps?"
 
 Task = tuple[list[dict[str, Any]], float, tuple[int, int]]
@@ -44,6 +45,13 @@ def tasks_of(run: Any, steps: list[Any], loads: int) -> list[Task]:
     return [(rows, run["hardware"]["memory_gib"], load) for load in LOADS[:loads] for rows in of_way]
 
 
+def newest_loops(path: Path) -> list[dict[str, Any]]:
+    """The newest loop of every way and load that ran on GPUs; none where there is no file."""
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    newest = {(row["impl"], *row["case"].items()): row for row in sorted(rows, key=lambda row: row["run"])}
+    return list(newest.values())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     default = [str(HERE / name) for name in FILES]
@@ -61,7 +69,8 @@ def main() -> None:
     where = "; ".join(about(run) for run, _ in runs)
     write_results(args.out, QUESTION, describe_run(f"python benchmarks/pareto.py # steps: {where}"), rows)
     if args.report:
-        write_report(args.report, facts={"replayed on a CPU from steps of": where}, rows=rows)
+        facts = {"replayed on a CPU from steps of": where}
+        write_report(args.report, facts=facts, rows=[*rows, *newest_loops(LOOPS)])
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,9 @@ from imbrex.bench.exchange.clock import run_ranks
 from imbrex.bench.results import describe_run, write_results
 from imbrex.bench.serve.loop import Load, serve
 from imbrex.bench.serve.measured import step_times
-from imbrex.bench.serve.models import ALONE, GATHER, TRANSFORMERS, Way, make_beside, make_model
+from imbrex.bench.serve.models import ALONE, GATHER, MODELS, TRANSFORMERS, Way, make_beside, make_model
 from imbrex.bench.serve.replay import replay
+from imbrex.serve.attention import Latent
 from imbrex.serve.between import compiled
 from imbrex.serve.decoding import Captured, Drafting
 from imbrex.serve.engine import Engine, Settings
@@ -41,6 +44,8 @@ from imbrex.serve.model import Decoder
 RESULTS = Path(__file__).parent / "results"
 QUESTION = "How many tokens a second does a step of decoding give, and how near is it to reading memory?"
 SLOTS, CHUNK, INTERVAL = 128, (4, 256), 4
+LIVE = (CHUNK[0], 1)
+"""Rows of a chunk that have a prompt: in a loop often one."""
 BATCHES = (8, 32, 128)
 ROUNDS, CHOICES = 20, 20
 PAUSE = 4_000_000
@@ -51,6 +56,8 @@ KNOWN = ("op", "impl", "case", "n", "weights_gib", "model", "W", "dtype", "room"
 FP8, WHOLE_ROWS, ONE_FP8, ALONE_FP8 = "nvlink-fp8", "nvlink-fp8-experts", "auto-fp8", "alone-fp8"
 """Experts in fp8: with rows that cross in fp8, with rows as they are, on one GPU, and whole on every rank."""
 UNSPREAD = (ALONE, ALONE_FP8)
+FEW_SLOTS = {ALONE_FP8: 32}
+"""Slots of a way that leaves room for fewer: the whole model, and its experts in fp8 beside it."""
 OURS = ("nvlink", "auto")
 FORCED = {1: 0.8, 3: 1.6}
 """Drafts that count as right, in the mean, by how many a step makes."""
@@ -92,6 +99,13 @@ ONE_GPU = {
 def brief(sweep: Sweep) -> Sweep:
     """Steps and chunks alone, at the shortest length of caches."""
     return replace(sweep, rooms=((sweep.rooms[0][0],),), drafting=())
+
+
+def at_contexts(name: str, sweep: Sweep, contexts: list[int]) -> Sweep:
+    """Steps and chunks behind so many tokens. Latent attention goes through all of a slot, so an engine for
+    each length."""
+    by_room = isinstance(MODELS[name].attention, Latent)
+    return replace(sweep, rooms=tuple((n,) for n in contexts) if by_room else (tuple(contexts),))
 
 
 def way_of(name: str) -> Way:
@@ -182,13 +196,16 @@ def ready(engine: Engine, rows: int, tokens: int) -> None:
     state.remaining_Z[:rows] = 1 << 20
 
 
-def ready_chunk(engine: Engine, tokens: int) -> None:
-    """A chunk of prompts whose rows have `tokens` tokens before them, and go on behind it."""
+def ready_chunk(engine: Engine, tokens: int, live: int) -> None:
+    """A chunk of prompts of which `live` rows have `tokens` tokens before them, and go on behind it; the
+    others are dummies."""
     chunk, (rows, length) = engine.chunk, CHUNK
     chunk.tokens_BS.random_(engine.model.config.vocabulary)
     chunk.slot_B.copy_(torch.arange(rows))
-    chunk.start_B.fill_(tokens)
-    chunk.count_B.fill_(length)
+    chunk.slot_B[live:] += engine.settings.slots
+    for numbers_B, number in ((chunk.start_B, tokens), (chunk.count_B, length)):
+        numbers_B.zero_()
+        numbers_B[:live] = number
     chunk.wanted_B.zero_()
 
 
@@ -357,6 +374,8 @@ class Run:
         self.sweeps = SWEEPS if world > 1 else ONE_GPU
         if args.brief:
             self.sweeps = {name: brief(sweep) for name, sweep in self.sweeps.items()}
+        if args.contexts:
+            self.sweeps = {n: at_contexts(n, sweep, args.contexts) for n, sweep in self.sweeps.items()}
 
     def model(self, name: str) -> None:
         """Every way of a model, over the parameters of the first."""
@@ -377,13 +396,19 @@ class Run:
                 # A step that asks the host for counts takes long: one length of caches is enough.
                 for contexts in sweep.rooms if way_of(way).captured else sweep.rooms[:1]:
                     self.engine(model, name, way, contexts, 0)
-                for drafts in FORCED if way in sweep.drafting else ():
-                    self.engine(model, name, way, sweep.rooms[0], drafts)
+                for drafts, contexts in self.drafted(sweep, way):
+                    self.engine(model, name, way, contexts, drafts)
             except Exception as wrong:  # noqa: BLE001  # The others are timed all the same.
                 self.stages.over(f"{name} {way}: {type(wrong).__name__}: {str(wrong)[:300]}")
         # Kernels of this model's widths: another's are compiled for its own, not for both.
         torch.compiler.reset()
         compiled.cache_clear()
+
+    def drafted(self, sweep: Sweep, way: str) -> list[tuple[int, tuple[int, ...]]]:
+        """Drafts and lengths of caches of engines that draft."""
+        if self.args.drafts:
+            return list(product(self.args.drafts, sweep.rooms))
+        return [(drafts, sweep.rooms[0]) for drafts in FORCED if way in sweep.drafting]
 
     def make(self, name: str, way: str) -> Decoder:
         options: dict[str, Any] = {"device": self.device, "dtype": torch.bfloat16}
@@ -397,9 +422,10 @@ class Run:
         """Steps and chunks over all contexts of an engine."""
         gc.collect()
         drafting = Drafting(length=drafts, forced=FORCED[drafts] if drafts else None)
-        batches = self.sweeps[name].batches
+        slots = FEW_SLOTS.get(way, SLOTS)
+        batches = tuple(rows for rows in self.sweeps[name].batches if rows <= slots)
         settings = Settings(
-            slots=SLOTS,
+            slots=slots,
             room=max(contexts) + 256,
             chunk=CHUNK,
             graphs=way_of(way).captured,
@@ -417,7 +443,7 @@ class Run:
         case |= {"drafts": drafts, "forced": FORCED[drafts]} if drafts else {}
         timed = contexts if settings.graphs else contexts[:1]
         own = [self.step(engine, way, case | {"B": b, "context": n}) for n in timed for b in batches]
-        own += [self.chunk(engine, way, case | {"context": n}) for n in (0, *timed)]
+        own += [self.chunk(engine, way, case | {"context": n}, live) for live in LIVE for n in (0, *timed)]
         self.rows += own
         self.show(own)
         self.stages.over(f"{name} {way} timed, {torch.cuda.max_memory_allocated() >> 30} GiB at most")
@@ -476,10 +502,11 @@ class Run:
             "n": ROUNDS,
         } | parts
 
-    def chunk(self, engine: Engine, way: str, case: dict[str, Any]) -> dict[str, Any]:
-        taken = slowest_seconds(lambda: ready_chunk(engine, case["context"]), engine.programs["prefill"])
+    def chunk(self, engine: Engine, way: str, case: dict[str, Any], live: int) -> dict[str, Any]:
+        ready = partial(ready_chunk, engine, case["context"], live)
+        taken = slowest_seconds(ready, engine.programs["prefill"])
         engine.steps.state.length_Z.zero_()
-        case = case | {"rows": CHUNK[0], "tokens": CHUNK[1]}
+        case = case | {"rows": CHUNK[0], "tokens": CHUNK[1]} | ({"live": live} if live < CHUNK[0] else {})
         return {"op": "chunk", "impl": way, "case": case, "median_us": round(1e6 * taken, 1), "n": ROUNDS}
 
     def show(self, rows: list[dict[str, Any]]) -> None:
@@ -494,6 +521,9 @@ class Run:
             words = [] if all_models else [f"--model {' '.join(self.args.model)}"]
             words += [f"--way {' '.join(self.args.way)}"] if self.args.way else []
             words += ["--brief"] if self.args.brief else []
+        for option in ("contexts", "drafts"):
+            given = getattr(self.args, option)
+            words += [f"--{option} {' '.join(map(str, given))}"] if given else []
             more = f' ARGS="{" ".join(words)}"' if words else ""
             run = describe_run(f"make gpu-bench NAME=serve{more}", {"read_tbps": round(self.tbps, 2)})
             out = self.args.out or RESULTS / ("serve_one.json" if self.world == 1 else "serve.json")
@@ -516,6 +546,9 @@ def main() -> None:
     parser.add_argument("--way", nargs="*", default=[], help="ways to the experts, where not all")
     parser.add_argument("--until", type=float, default=1e9, help="no way is begun after so many seconds")
     parser.add_argument("--brief", action="store_true", help="one length of caches, no drafts, no loop")
+    behind = "tokens before the steps, where not those of a sweep"
+    parser.add_argument("--contexts", nargs="+", type=int, default=[], metavar="N", help=behind)
+    parser.add_argument("--drafts", nargs="+", type=int, default=[], choices=list(FORCED), help="beside none")
     parser.add_argument("--kernels", action="store_true", help="print the kernels of a step, too")
     parser.add_argument("--as-written", action="store_true", help="what stands between products, uncompiled")
     parser.add_argument("--out", help="the result file, where not that of so many GPUs")

@@ -12,6 +12,7 @@ WAYS = {
     "transformers": "the same, transformers' experts",
     "alltoall": "all-to-all",
     "alone": "data parallelism only",
+    "alone-fp8": "the same, experts in fp8",
 }
 RIVALS = ("gather-scatter", "transformers", "alltoall", "alone")
 NAMES = {

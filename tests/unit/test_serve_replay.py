@@ -6,17 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from benchmarks import serve as benchmark
 
 from imbrex.bench.serve import loop
 from imbrex.bench.serve.loop import Load, serve
 from imbrex.bench.serve.measured import step_times
-from imbrex.bench.serve.replay import StepTimes, at, replay
+from imbrex.bench.serve.replay import StepTimes, Timeline, at, replay
 from imbrex.serve.decoding import Drafting
 from imbrex.serve.engine import Engine, Settings
 from tests.unit.test_serve import make
 
 SIZES = (2, 4)
-TIMES = StepTimes(decode={2: [(0, 1.0)], 4: [(0, 2.0), (10, 3.0)]}, prefill=[(0, 5.0)])
+TIMES = StepTimes(decode={2: [(0, 1.0)], 4: [(0, 2.0), (10, 3.0)]}, prefill={2: [(0, 5.0)]})
 
 
 def settings(**more: object) -> Settings:
@@ -56,7 +57,7 @@ def test_the_steps_are_those_of_a_real_engine(drafts: int, monkeypatch: pytest.M
 
 
 def test_one_user_sees_a_token_a_step() -> None:
-    times = StepTimes(decode={1: [(0, 0.5)]}, prefill=[(0, 5.0)])
+    times = StepTimes(decode={1: [(0, 0.5)]}, prefill={1: [(0, 5.0)]})
     kind = Settings(slots=1, room=30, chunk=(1, 8), sizes=(1,))
     point = replay(times, Load(users=1, input=8, output=20), kind)
     assert point["tokens_per_s_user"] == pytest.approx(2.0)
@@ -80,34 +81,73 @@ def test_times_out_of_rows() -> None:
         row("decode step", 1e6, B=8, context=10),
         row("decode step", 9e6, B=8, context=10, drafts=1),
         row("decode step", 9e6, "alone", B=8, context=10),
-        row("chunk", 2e6, context=0),
-        row("chunk", 4e6, context=10),
-        row("chunk", 7e6, context=0),
+        row("chunk", 2e6, context=0, rows=4),
+        row("chunk", 4e6, context=10, rows=4),
+        row("chunk", 7e6, context=0, rows=4),
+        row("chunk", 1e6, context=0, rows=4, live=1),
         {"op": "token choice", "impl": "heap", "case": {"T": 1}, "median_us": 4.0},
     ]
     times = step_times(rows, "demo", "nvlink")
     assert times.decode == {8: [(10, 1.0), (20, 3.0)]}
-    assert times.prefill == [(0, 2.0), (10, 4.0)]
+    assert times.prefill == {4: [(0, 2.0), (10, 4.0)], 1: [(0, 1.0)]}
     latent = [
         row("decode step", 1e6, model="deepseek-v3-8", B=8, context=10, room=30),
-        row("chunk", 2e6, model="deepseek-v3-8", context=10, room=30),
+        row("chunk", 2e6, model="deepseek-v3-8", context=10, room=30, rows=4),
     ]
     times = step_times(latent, "deepseek-v3-8", "nvlink")
-    assert times == StepTimes(decode={8: [(30, 1.0)]}, prefill=[(30, 2.0)], by_room=True)
+    assert times == StepTimes(decode={8: [(30, 1.0)]}, prefill={4: [(30, 2.0)]}, by_room=True)
 
 
 def test_a_step_over_the_whole_room_takes_as_long_at_any_length() -> None:
-    times = StepTimes(decode={1: [(20, 0.5), (40, 0.9)]}, prefill=[(20, 5.0), (40, 7.0)], by_room=True)
+    times = StepTimes(decode={1: [(20, 0.5), (40, 0.9)]}, prefill={1: [(20, 5.0), (40, 7.0)]}, by_room=True)
     point = replay(times, Load(users=1, input=8, output=20), Settings(slots=1, room=30, chunk=(1, 8)))
     assert point["tokens_per_s_user"] == pytest.approx(1 / 0.7)
     assert point["tokens_per_s_gpu"] == pytest.approx(20 / (6 + 19 * 0.7))
+
+
+def test_a_chunk_of_one_prompt_is_made_ready() -> None:
+    """Dummies beside it have a slot each behind those of requests, as in a loop."""
+    engine = Engine(make(), Settings(slots=6, room=30, chunk=(4, 8)))
+    benchmark.ready_chunk(engine, 5, 1)
+    chunk = engine.chunk
+    of_row = [of.tolist() for of in (chunk.slot_B, chunk.start_B, chunk.count_B)]
+    assert of_row == [[0, 7, 8, 9], [5, 0, 0, 0], [256, 0, 0, 0]]
+    benchmark.ready_chunk(engine, 5, 4)
+    assert [of.tolist() for of in (chunk.slot_B, chunk.start_B)] == [[0, 1, 2, 3], [5] * 4]
+
+
+def test_contexts_of_latent_attention_want_an_engine_each() -> None:
+    short = benchmark.brief(benchmark.SWEEPS["qwen3-30b-a3b"])
+    assert benchmark.at_contexts("qwen3-30b-a3b", short, [1024, 4608]).rooms == ((1024, 4608),)
+    assert benchmark.at_contexts("deepseek-v3-8", short, [1024, 4608]).rooms == ((1024,), (4608,))
+
+
+def test_a_chunk_of_one_prompt_takes_less_than_one_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four users' prompts of 8 tokens in chunks of 4 x 4: two chunks of four, then of one alone each."""
+    curves = {4: [(0, 8.0), (4, 9.0)], 1: [(0, 2.0), (16, 3.0)]}
+    times = StepTimes(decode={4: [(0, 1.0)]}, prefill=curves)
+    kind = Settings(slots=4, room=40, chunk=(4, 4), sizes=(4,))
+    spent: list[float] = []
+    launch = Timeline.launch
+
+    def noted(timeline: Timeline, seconds: float) -> None:
+        spent.append(seconds)
+        launch(timeline, seconds)
+
+    monkeypatch.setattr(Timeline, "launch", noted)
+    replay(times, Load(users=4, input=8, output=32, rounds=2), kind)
+    chunks = [seconds for seconds in spent if seconds != 1.0]
+    # Four prompts; the second chunk has four tokens before each of them.
+    assert chunks[:2] == [8.0, 9.0]
+    # One prompt, of four tokens before it.
+    assert chunks[-2:] == [2.0, 2.25]
 
 
 @pytest.mark.parametrize("chunk", [64, 256])
 def test_two_answers_of_a_user_tell_what_ten_do(chunk: int) -> None:
     """Users begin in the middle of answers, and the window holds as many prompts as answers; what a user sees
     is of the window alone, in which all are served."""
-    times = StepTimes(decode={8: [(0, 0.0107)]}, prefill=[(0, 0.0085)])
+    times = StepTimes(decode={8: [(0, 0.0107)]}, prefill={1: [(0, 0.0085)]})
     kind = Settings(slots=8, room=320, chunk=(1, chunk), sizes=(8,), interval=4)
     two, ten = (replay(times, Load(users=8, input=256, output=64, rounds=rounds), kind) for rounds in (2, 10))
     for name in ("tokens_per_s_gpu", "tokens_per_s_user"):
@@ -119,7 +159,7 @@ def test_two_answers_of_a_user_tell_what_ten_do(chunk: int) -> None:
 
 def test_windows_of_ranks_that_hardly_meet_give_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     load, kind = Load(users=2, input=8, output=20), Settings(slots=2, room=30, chunk=(1, 8))
-    times = StepTimes(decode={1: [(0, 1.0)], 2: [(0, 1.0)]}, prefill=[(0, 1.0)])
+    times = StepTimes(decode={1: [(0, 1.0)], 2: [(0, 1.0)]}, prefill={1: [(0, 1.0)]})
     whole = replay(times, load, kind)
     assert whole["tokens_per_s_gpu"] is not None
     windows: list[list[float]] = []

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import pareto
 
 from imbrex.bench.serve import command, measured
 from imbrex.bench.serve.command import ways_from_words
@@ -125,6 +126,53 @@ def test_loops_are_replayed_where_they_fit(monkeypatch: pytest.MonkeyPatch, tmp_
     assert [line[-2] for line in finding.table] == ["", "2000", "", ""]
     ratio = float(finding.table[1][5]) / 2000
     assert finding.verdict[-1] == f"Replayed over measured, where a loop ran (1): {ratio:.2f} to {ratio:.2f}."
+
+
+def test_loops_of_other_loads_are_beside_their_replays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of the longer loads only what ran is replayed, without a front; with `full` all is."""
+    monkeypatch.setattr(measured, "USERS", (2, 4))
+    monkeypatch.setattr(serving, "COMMITTED", tmp_path)
+    monkeypatch.setattr(serving, "LOADS", [(64, 16), (128, 16), (256, 16)])
+    run = {"id": 0, "command": "c", "commit": "c", "date": "d"}
+    run["hardware"] = {"gpu": "G", "count": 2, "memory_gib": 100.0}
+    rows = steps("demo", "nvlink", 1000.0, 30.0) + steps("demo", "alone-fp8", 800.0, 30.0)
+    (tmp_path / "serve.json").write_text(json.dumps({"runs": [run], "rows": rows}))
+    (tmp_path / "serve_one.json").write_text(json.dumps({"runs": [], "rows": []}))
+
+    def ran(impl: str, tokens: int, rate: float) -> dict[str, Any]:
+        case = {"model": "demo", "W": 2, "users": 8, "input": tokens, "output": 16, "drafts": 0}
+        return {
+            "run": 0,
+            "op": "serve",
+            "impl": impl,
+            "case": case | {"interval": 4},
+            "tokens_per_s_gpu": rate,
+        }
+
+    loops = [ran("auto", 128, 2000.0), ran("alone kernels-fp8", 256, 3000.0), ran("alone", 256, 1.0)]
+    (tmp_path / "serve_loops.json").write_text(json.dumps({"runs": [run], "rows": loops}))
+    finding = find("trtllm-pareto-replayed", Options())
+    beside = [(line[1], line[2].split(",")[0], line[3], *line[-2:]) for line in finding.table]
+    assert sorted(line[0] for line in beside) == ["128, 16", "256, 16", *["64, 16"] * 4]
+    assert ("128, 16", "nvlink", "8", "2000", "") in beside
+    assert ("256, 16", "alone-fp8", "8", "3000", "") in beside
+    assert len(finding.verdict) == 2
+    assert "where a loop ran (2)" in finding.verdict[-1]
+    assert "front" in finding.verdict[0]
+    assert len(find("trtllm-pareto-replayed", Options(full=True)).table) == 12
+
+
+def test_the_newest_loops_are_on_the_page(tmp_path: Path) -> None:
+    case = {"model": "demo", "users": 8, "drafts": 0, "interval": 4, "input": 128, "output": 16}
+    older, newer = ({**row("auto", 8, 1.0, rate), "case": case, "run": n} for n, rate in ((0, 2.0), (1, 3.0)))
+    (tmp_path / "loops.json").write_text(json.dumps({"rows": [newer, older]}))
+    loops = pareto.newest_loops(tmp_path / "loops.json")
+    assert [loop["tokens_per_s_gpu"] for loop in loops] == [3.0]
+    assert pareto.newest_loops(tmp_path / "none.json") == []
+    write_report(tmp_path / "page.html", facts={}, rows=loops)
+    assert "Pareto curves: demo, 128 tokens in, 16 out" in (tmp_path / "page.html").read_text()
 
 
 def test_the_curves_are_compared_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

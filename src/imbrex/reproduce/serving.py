@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.bench.serve.loop import Load, serve
-from imbrex.bench.serve.measured import LOADS, about, newest_steps, replayed
+from imbrex.bench.serve.measured import LOADS, about, key_of, newest_steps, replayed
 from imbrex.bench.serve.models import ALONE, Way, make_model
 from imbrex.bench.serve.report import curves, front, name_of
 from imbrex.layer import MoELayer
@@ -29,7 +29,11 @@ FILES = ("serve.json", "serve_one.json")
 """Steps timed on several GPUs and on one, in a checkout of the repository; an installed package has none."""
 LOOPS = "serve_loops.json"
 """Loops of real widths that ran on GPUs."""
-TIMED_AS = {"auto": "nvlink", "auto kernels-fp8": "nvlink-fp8-experts"}
+TIMED_AS = {
+    "auto": "nvlink",
+    "auto kernels-fp8": "nvlink-fp8-experts",
+    "alone kernels-fp8": "alone-fp8",
+}
 """Names in files of timed steps of ways that served several GPUs under another name."""
 PLAIN = Network(nodes=1, ranks_per_node=2, inter="none")
 INPUT, OUTPUT, CHUNK = 16, 12, (2, 16)
@@ -74,9 +78,11 @@ def pareto(options: Options) -> Finding:
 
 
 def pareto_replayed(options: Options) -> Finding:
-    """TensorRT-LLM's Pareto curves at real widths, replayed from steps that were timed on GPUs; with --full
-    all loads."""
-    rows, where = _replayed_rows(LOADS if options.full else LOADS[:1])
+    """TensorRT-LLM's Pareto curves at real widths, replayed from steps that were timed on GPUs; the shortest
+    load, and of the others the loops that ran; with --full all."""
+    ran, source = _loops()
+    whole = LOADS if options.full else LOADS[:1]
+    rows, where = _replayed_rows(whole, ran)
     if not rows:
         raise ValueError(
             "reproduce: no steps and chunks of serving were measured; `make gpu-bench NAME=serve`"
@@ -84,8 +90,9 @@ def pareto_replayed(options: Options) -> Finding:
     loads: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
     for row in rows:
         loads.setdefault((_model(row), row["case"]["input"]), []).append(row)
-    best = {id(row) for of in loads.values() for row in front(of)}
-    ran, source = _loops()
+    # Where the loops that ran are replayed alone, there is no front.
+    with_front = {of: points for of, points in loads.items() if of[1] in dict(whole)}
+    best = {id(row) for of in with_front.values() for row in front(of)}
     ratios = [row["tokens_per_s_gpu"] / ran[_load(row)] for row in rows if _load(row) in ran]
     rates = "tokens/s a user", "tokens/s a GPU", "in a loop that ran"
     return Finding(
@@ -106,7 +113,7 @@ def pareto_replayed(options: Options) -> Finding:
             f"{model}, {tokens} tokens in, on the front: "
             + "; ".join(sorted({name_of(row) for row in of if id(row) in best}))
             + "."
-            for (model, tokens), of in loads.items()
+            for (model, tokens), of in with_front.items()
         )
         + _in_words(ratios),
         rows=rows,
@@ -114,17 +121,40 @@ def pareto_replayed(options: Options) -> Finding:
     )
 
 
-def _replayed_rows(loads: Sequence[tuple[int, int]]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Loops of every way in the newest run that has its steps and chunks, and what those runs were."""
+def _replayed_rows(
+    loads: Sequence[tuple[int, int]], ran: Mapping[tuple[Any, ...], float]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Loops of every way in the newest run that has its steps and chunks, and what those runs were; of other
+    loads the loops that ran."""
     rows, where = list[dict[str, Any]](), list[str]()
     for path in (COMMITTED / name for name in FILES):
         if not path.exists():
             raise ValueError(f"reproduce: benchmarks/results/{path.name} is missing; run it in a checkout")
         for run, steps in newest_steps(json.loads(path.read_text())):
-            fresh = replayed(steps, run["hardware"]["memory_gib"], loads)
+            memory_gib = run["hardware"]["memory_gib"]
+            fresh = replayed(steps, memory_gib, loads)
+            for load in LOADS:
+                if load not in loads:
+                    fresh += replayed(_steps_of_loops(steps, load, ran), memory_gib, [load])
             rows += fresh
             where += [about(run)] if fresh else []
     return rows, where
+
+
+def _steps_of_loops(
+    steps: Sequence[Mapping[str, Any]], load: tuple[int, int], ran: Mapping[tuple[Any, ...], float]
+) -> list[Mapping[str, Any]]:
+    """The steps and chunks of ways by which loops of a load ran, for as many users."""
+    users: dict[tuple[Any, ...], set[int]] = {}
+    for way, model, ranks, count, tokens, output, drafts, _ in ran:
+        if (tokens, output) == load:
+            users.setdefault((model, way, drafts, ranks), set()).add(count)
+    counts = [users.get((*key_of(row), row["case"]["W"]), set()) for row in steps]
+    return [
+        row
+        for row, of in zip(steps, counts, strict=True)
+        if (row["op"] == "chunk" and of) or row["case"].get("B", 0) * row["case"]["W"] in of
+    ]
 
 
 def _in_words(ratios: Sequence[float]) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ def step_times(rows: Iterable[Row], model: str, way: str, drafts: int = 0) -> St
     """The times of a way with so many drafts a step. Raises ValueError where there are none."""
     by_room = isinstance(MODELS[model].attention, Latent)
     decode: dict[int, list[tuple[float, float]]] = {}
-    prefill: list[tuple[float, float]] = []
+    prefill: dict[int, list[tuple[float, float]]] = {}
     for row in rows:
         case = row["case"]
         if (case.get("model"), row["impl"], case.get("drafts", 0)) != (model, way, drafts):
@@ -62,16 +62,17 @@ def step_times(rows: Iterable[Row], model: str, way: str, drafts: int = 0) -> St
         if row["op"] == "decode step":
             decode.setdefault(case["B"], []).append(point)
         elif row["op"] == "chunk":
-            prefill.append(point)
+            prefill.setdefault(case.get("live", case["rows"]), []).append(point)
     if not decode or not prefill:
         raise ValueError(
             f"serve: no steps of {model} by {way} with {drafts} drafts were measured; on two GPUs or more, "
             "`make gpu-bench NAME=serve` measures them"
         )
     # Chunks may have been timed more than once at the same place: the first counts.
-    once = dict(reversed(prefill))
     return StepTimes(
-        decode={b: sorted(of) for b, of in decode.items()}, prefill=sorted(once.items()), by_room=by_room
+        decode={b: sorted(of) for b, of in decode.items()},
+        prefill={live: sorted(dict(reversed(of)).items()) for live, of in prefill.items()},
+        by_room=by_room,
     )
 
 

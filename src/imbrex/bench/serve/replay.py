@@ -33,11 +33,12 @@ Curve = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimes:
-    """Seconds of steps. decode: by rows, over the tokens in their caches. prefill: of a chunk of prompts,
-    over the tokens before it. by_room: both over the room of a slot, all of which attention goes through."""
+    """Seconds of steps. decode: by rows, over the tokens in their caches. prefill: of a chunk of prompts, by
+    rows that have one, over the tokens before each. by_room: both over the room of a slot, all of which
+    attention goes through."""
 
     decode: Mapping[int, Curve]
-    prefill: Curve
+    prefill: Mapping[int, Curve]
     by_room: bool = False
 
 
@@ -70,10 +71,16 @@ def replay(times: StepTimes, load: Load, settings: Settings) -> dict[str, Any]:
         return run
 
     def seconds(key: int | str) -> float:
-        decodes = isinstance(key, int)
-        tokens_B = steps.state.length_Z[:key] if decodes else chunk.start_B
-        curve = times.decode[key] if decodes else times.prefill
-        return at(curve, settings.room if times.by_room else float(tokens_B.sum()) / len(tokens_B))
+        if isinstance(key, int):
+            tokens = settings.room if times.by_room else float(steps.state.length_Z[:key].sum()) / key
+            return at(times.decode[key], tokens)
+        # Chunks of fewer and of more prompts, each with as many tokens before all of them together.
+        before, live = float(chunk.start_B.sum()), int((chunk.count_B > 0).sum())
+        of_rows = [
+            (rows, at(curve, settings.room if times.by_room else before / rows))
+            for rows, curve in sorted(times.prefill.items())
+        ]
+        return at(of_rows, live)
 
     for key, program in engine.programs.items():
         engine.programs[key] = paced(program, lambda key=key: seconds(key))
