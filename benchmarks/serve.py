@@ -516,18 +516,19 @@ class Run:
             print(f"  {row['op']} {row['impl']} {case} {rest}", flush=True)
 
     def write(self) -> None:
-        if self.rank == 0:
-            all_models = len(self.args.model) == len(self.sweeps)
-            words = [] if all_models else [f"--model {' '.join(self.args.model)}"]
-            words += [f"--way {' '.join(self.args.way)}"] if self.args.way else []
-            words += ["--brief"] if self.args.brief else []
+        if self.rank:
+            return
+        all_models = len(self.args.model) == len(self.sweeps)
+        words = [] if all_models else [f"--model {' '.join(self.args.model)}"]
+        words += [f"--way {' '.join(self.args.way)}"] if self.args.way else []
+        words += ["--brief"] if self.args.brief else []
         for option in ("contexts", "drafts"):
-            given = getattr(self.args, option)
-            words += [f"--{option} {' '.join(map(str, given))}"] if given else []
-            more = f' ARGS="{" ".join(words)}"' if words else ""
-            run = describe_run(f"make gpu-bench NAME=serve{more}", {"read_tbps": round(self.tbps, 2)})
-            out = self.args.out or RESULTS / ("serve_one.json" if self.world == 1 else "serve.json")
-            write_results(out, QUESTION, run, self.rows)
+            numbers = getattr(self.args, option)
+            words += [f"--{option} {' '.join(map(str, numbers))}"] if numbers else []
+        more = f' ARGS="{" ".join(words)}"' if words else ""
+        run = describe_run(f"make gpu-bench NAME=serve{more}", {"read_tbps": round(self.tbps, 2)})
+        out = self.args.out or RESULTS / ("serve_one.json" if self.world == 1 else "serve.json")
+        write_results(out, QUESTION, run, self.rows)
 
 
 def measure(rank: int, world: int, args: argparse.Namespace) -> None:
