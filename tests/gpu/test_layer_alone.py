@@ -48,6 +48,16 @@ def test_outputs_and_all_gradients(name: str, tokens: int) -> None:
         assert torch.equal(gradient, second["grads"][parameter]), parameter
 
 
+@pytest.mark.parametrize("experts", ["kernels", "grouped"])
+def test_dropped_choices_leave_no_nan_where_autograd_looks_for_it(experts: str) -> None:
+    config = imbrex.MoEConfig(**SHAPE, gate=imbrex.Gate(capacity=Capacity(factor=0.5)))
+    layer = imbrex.MoELayer(config, experts=experts, device="cuda", dtype=torch.bfloat16)
+    x_TD = torch.randn(300, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    with torch.autograd.set_detect_anomaly(True):
+        layer(x_TD).float().square().sum().backward()
+    assert all(bool(p.grad.isfinite().all()) for p in layer.parameters() if p.grad is not None)
+
+
 def make(transport: str = "auto", **options: Any) -> imbrex.MoELayer:
     torch.manual_seed(3)
     config = imbrex.MoEConfig(**SHAPE, shared=imbrex.SharedExperts(intermediate_size=64))

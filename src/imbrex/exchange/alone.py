@@ -47,6 +47,7 @@ from imbrex.kernels.rows.choices import (
     why_not_ordered,
 )
 from imbrex.placement import SPLITS
+from imbrex.runtime.gradients import looks_for_nan
 from imbrex.runtime.tracing import differentiated, plain, traced
 
 STATE = ("choice_R", "position_TK", "ends_e")
@@ -99,8 +100,11 @@ class AloneDispatcher(DispatcherBase):
         return self if self.serves(x_TD, routing) else self.general
 
     def serves(self, x_TD: Tensor, routing: Routing) -> bool:
-        """Whether the kernels can serve this call."""
+        """Whether the kernels can serve this call; not where autograd looks for NaN, since dropped choices
+        leave rows that nobody writes."""
         if self.why_not_geometry is not None or not x_TD.is_cuda or x_TD.dtype != DTYPE or not plain(x_TD):
+            return False
+        if looks_for_nan():
             return False
         return why_not_ordered(self.geometry.placement.num_experts, x_TD.get_device()) is None
 

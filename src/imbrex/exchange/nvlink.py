@@ -20,7 +20,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,10 +42,10 @@ from imbrex.contracts import (
 from imbrex.exchange import plan
 from imbrex.exchange.agreement import explain, find_problem, raise_together
 from imbrex.exchange.dispatcher import WiredDispatcher, nothing_to_move
-from imbrex.exchange.nvlink_fit import DTYPE, Part, is_coded, kernel_placement, row_capacity_for
+from imbrex.exchange.nvlink_fit import DTYPE, FewRows, Part, is_coded, kernel_placement, row_capacity_for
 from imbrex.exchange.recorded import Recorder
 from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
-from imbrex.kernels.exchange.groups import RowGroups, empty_groups
+from imbrex.kernels.exchange.groups import empty_groups
 from imbrex.kernels.exchange.launches import Choosing, Sums
 from imbrex.kernels.exchange.lease import Staged
 from imbrex.kernels.ffn.ffn import LeftProduct
@@ -59,6 +59,7 @@ from imbrex.kernels.rows.expand import expand_fp8, expand_fp8_rows
 from imbrex.kernels.rows.weights import spread, weigh
 from imbrex.runtime.checks import debug_is_on
 from imbrex.runtime.deferred import Deferral
+from imbrex.runtime.gradients import looks_for_nan
 from imbrex.transport.collective import Done
 from imbrex.transport.nvlink import Nvlink, Size
 
@@ -70,15 +71,6 @@ NOTES = 1 << 32
 """The number of values of the word by which ranks compare their calls."""
 _WIRES = {"fp8": "fp8"}
 """How sums cross, by the name of a codec; else as bfloat16."""
-
-
-class FewRows(NamedTuple):
-    """The rows of a small dispatch, and what its kernel writes for the experts beside them. expected: rows of
-    a rank in the mean."""
-
-    rows_RD: Tensor
-    groups: RowGroups
-    expected: int
 
 
 class NvlinkDispatcher(WiredDispatcher):
@@ -232,6 +224,8 @@ class NvlinkDispatcher(WiredDispatcher):
     def dispatch(
         self, plan: Part, x_TD: Tensor, weights_TK: Tensor, form: RowForm = RowForm.ROWS
     ) -> Crossing[Arrived]:
+        cut = plan.backward and looks_for_nan() and not self.transport.capturing
+
         def read(result: tuple[Any, Routed]) -> Arrived:
             arrived, routed = result
             assert routed.words_TC is not None
@@ -244,6 +238,8 @@ class NvlinkDispatcher(WiredDispatcher):
                 rows_RD, staged = arrived.rows, arrived
             else:
                 rows_RD = arrived
+            if cut:
+                rows_RD = rows_RD[: self._count_rows(routed)]
             weights_R, counts_e, plan, hits = groups or spread(routed, rows_RD.shape[0], self._slots)
             if staged is not None:
                 looks = self.roles.first is not None and not is_coded(self.wire.combine)
@@ -251,7 +247,7 @@ class NvlinkDispatcher(WiredDispatcher):
                 beside = replace(staged, movers=self.roles.rows, plan=plan, own_e2=own_e2)
             elif beside is None:
                 beside = Groups(plan, expected=expected, hits=hits)
-            return Arrived(rows_RD, weights_R, counts_e, [routed.words_TC], beside)
+            return Arrived(rows_RD, weights_R[: len(rows_RD)], counts_e, [routed.words_TC], beside)
 
         return self._crossing(partial(self._send, plan, x_TD, weights_TK, form), read)
 

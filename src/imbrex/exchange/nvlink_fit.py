@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from imbrex.contracts import Codec, Geometry, Placement, Wire
+from imbrex.kernels.exchange.groups import RowGroups
 from imbrex.kernels.exchange.layout import Shape
 from imbrex.placement import SPLITS, split_evenly
 from imbrex.transport.nvlink import MOST_CHOICES, ROW_MULTIPLE
@@ -39,6 +40,15 @@ class Part(NamedTuple):
     def is_small(self) -> bool:
         """Whether one kernel both routes and moves."""
         return self.max_tokens <= FEW_TOKENS
+
+
+class FewRows(NamedTuple):
+    """The rows of a small dispatch, and what its kernel writes for the experts beside them. expected: rows of
+    a rank in the mean."""
+
+    rows_RD: Tensor
+    groups: RowGroups
+    expected: int
 
 
 def why_not_nvlink(geometry: Geometry, wire: Wire) -> str | None:

@@ -47,3 +47,9 @@ def hooks_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for hooks, copy in copies:
             hooks.update(copy)
+
+
+def looks_for_nan() -> bool:
+    """Whether autograd raises where a function returns NaN, as `torch.autograd.set_detect_anomaly` asks: rows
+    that nobody writes must not be there then."""
+    return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()

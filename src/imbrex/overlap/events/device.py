@@ -30,6 +30,7 @@ from imbrex.kernels.rows.weights import spread, weigh
 from imbrex.overlap.events.call import Call
 from imbrex.overlap.events.seat import learnt
 from imbrex.overlap.gradients import gradients_of
+from imbrex.runtime.gradients import looks_for_nan
 from imbrex.runtime.streams import StreamEvent
 from imbrex.runtime.words import words
 from imbrex.transport.nvlink import TOKENS_MULTIPLE, Nvlink
@@ -165,8 +166,11 @@ class DeviceForward(Call):
         self.computed = self.compute(self.call.routed, rows_RD)
 
     def compute(self, routed: Routed, rows_RD: Tensor) -> Computed:
-        """The experts' rows of a routing."""
+        """The experts' rows of a routing, in room for all that could be, or as many as there are."""
         exchange = self.exchange
+        if looks_for_nan() and not self.seat.transport.capturing:
+            # host sync: only where autograd looks for NaN
+            rows_RD = rows_RD[: int(routed.totals_L4[0, 0])]
         with exchange.observer.span("dispatch", layer=exchange.layer):
             slots = len(self.geometry.local_slots)
             weights_R, counts_e, work, _ = spread(routed, rows_RD.shape[0], slots)
@@ -218,7 +222,8 @@ class DeviceForward(Call):
         """The experts' part of the rows that counted, and the row that each was."""
         served_W = self.call.outcome_4W[2].bool()
         routed, order_R = computed.routed.without(served_W, computed.rows_RD.shape[0])
-        return self.compute(routed, computed.rows_RD.detach()[order_R]), order_R
+        again = self.compute(routed, computed.rows_RD.detach()[order_R])
+        return again, order_R[: len(again.rows_RD)]
 
     def computed_in_vain(self) -> bool:
         """Whether there may be rows here of homes that do without them."""
@@ -268,7 +273,7 @@ class DeviceBackward:
             computed, _ = forward.compute_again(computed)
         back.routed = computed.routed
         with forward.exchange.observer.span("combine_backward", layer=forward.exchange.layer):
-            d_y_RD = forward.seat.kernels.take_back(back)
+            d_y_RD = forward.seat.kernels.take_back(back)[: len(computed.rows_RD)]
         gradients = self._gradients(computed, d_y_RD)
         if asked_first or not forward.computed_in_vain():
             return gradients
