@@ -43,6 +43,7 @@ LONGEST = [
     "unit/test_others_first",
     "ranks/test_defaults",
     "ranks/test_reproduce",
+    "ranks/test_megatron_models",
     "unit/test_exchange_routing",
     "ranks/test_events_nvlink",
     "ranks/test_serve",
