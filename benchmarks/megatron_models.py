@@ -102,6 +102,7 @@ def rank_work(rank: int, folder: str, tasks: Sequence[Task], plan: Plan) -> None
                 )
                 if rank == 0:
                     _tell(folder, {"ends": number, **figures})
+                dist.barrier()  # that is told before another rank fails in the next way
     except BaseException as error:  # noqa: BLE001 (it is told, and the other ways are run)
         traceback.print_exc()
         words = " ".join(str(error).split())[:300]
