@@ -117,7 +117,8 @@ def find_problem(
     if place is not None and device != place and device.type != place.type:
         return 6, 0, 0, 0
     if ids.is_cpu or (debug_is_on() if debug is None else debug):
-        return find_bad_value(ids, weights, geometry.placement.num_experts)
+        # Nothing that a graph would save: a checkpointed call counts what its forward did.
+        return find_bad_value(ids, weights.detach(), geometry.placement.num_experts)
     return 0, 0, 0, 0
 
 

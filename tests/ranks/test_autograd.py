@@ -1,0 +1,130 @@
+"""What autograd offers besides a plain backward, over every schedule: the gradients are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import imbrex
+from imbrex.overlap import Events, Serial
+from tests.emulated import kernel
+from tests.ranks.emulated_nvlink import EmulatedNvlink
+from tests.ranks.layer_jobs import Case, make_layer
+from tests.ranks.pool import Pool, Ranks
+from tests.ranks.test_layer import relative
+
+CONFIG = imbrex.MoEConfig(
+    hidden_size=64,
+    intermediate_size=24,
+    num_experts=8,
+    top_k=3,
+    shared=imbrex.SharedExperts(intermediate_size=16),
+)
+NEEDS_GPP = pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
+TRANSPORTS = ["alltoall", pytest.param("nvlink", marks=NEEDS_GPP)]
+SCHEDULES: dict[str, Any] = {
+    "serial": "serial",
+    "rows again": Serial(keep_rows=False),
+    "chunks": "optsche-2",
+    "fused": "fused",
+    "events": Events(),
+    "patient": Events(5.0, 1),
+}
+
+
+def make(ranks: Ranks, transport: str, schedule: str, experts: str = "auto") -> tuple[Any, Tensor]:
+    """A layer of a new group of its own parts, and tokens."""
+    emulated = ranks.device == "cpu" and transport == "nvlink"
+    over = EmulatedNvlink(ranks.group, timeout=60.0) if emulated else transport
+    options = {"transport": over, "schedule": SCHEDULES[schedule], "experts": experts}
+    dtype = torch.bfloat16 if transport == "nvlink" else torch.float32
+    torch.manual_seed(0)
+    layer: Any = make_layer(Case(config=CONFIG, dtype=dtype, options=options), ranks.group, ranks.device)
+    torch.manual_seed(ranks.rank)
+    return layer, torch.randn(5 + 4 * ranks.rank, 64, device=ranks.device, dtype=dtype).requires_grad_()
+
+
+def go_back(y_TD: Tensor) -> None:
+    y_TD.float().square().sum().backward()
+
+
+def plain(layer: Any, x_TD: Tensor) -> None:
+    go_back(layer(x_TD))
+
+
+def saved_elsewhere(layer: Any, x_TD: Tensor) -> None:
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach().clone(), lambda copy: copy):
+        y_TD = layer(x_TD)
+    go_back(y_TD)
+
+
+def checkpointed(layer: Any, x_TD: Tensor) -> None:
+    go_back(checkpoint(layer, x_TD, use_reentrant=False))
+
+
+def checkpointed_reentrant(layer: Any, x_TD: Tensor) -> None:
+    go_back(checkpoint(layer, x_TD, use_reentrant=True))
+
+
+def with_hooks_of_modules(layer: Any, x_TD: Tensor) -> None:
+    for module in (layer, layer.experts):
+        module.register_full_backward_hook(lambda *_: None)
+    plain(layer, x_TD)
+
+
+def with_another_graph(layer: Any, x_TD: Tensor) -> None:
+    """A second call is under way when the first goes back."""
+    y_TD, other_TD = layer(x_TD), layer(2 * x_TD.detach())
+    go_back(y_TD)
+    gradients = [parameter.grad.clone() for parameter in layer.parameters()]
+    go_back(other_TD)
+    for parameter, gradient in zip(layer.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+
+
+def run_steps(ranks: Ranks, transport: str, schedule: str, ways: list[Callable[..., None]]) -> list[str]:
+    """The gradients that differ from those of a plain backward, by way."""
+    differ, usual = [], {}
+    for way in (plain, *ways):
+        layer, x_TD = make(ranks, transport, schedule)
+        way(layer, x_TD)
+        gradients = {"x": x_TD.grad} | {name: p.grad for name, p in layer.named_parameters()}
+        usual = usual or gradients
+        close = 1e-6 if way is saved_elsewhere and x_TD.dtype == torch.float32 else 0.0
+        for name, gradient in gradients.items():
+            if gradient is None or relative(gradient, usual[name]) > close:
+                differ.append(f"{way.__name__}: {name}")
+        layer.close()
+    return differ
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_gradients_are_those_of_a_plain_backward(pool: Pool, transport: str, schedule: str) -> None:
+    ways = [
+        saved_elsewhere,
+        checkpointed,
+        checkpointed_reentrant,
+        with_hooks_of_modules,
+        with_another_graph,
+    ]
+    assert pool.run(2, run_steps, transport, schedule, ways) == [[]] * 2
+
+
+def run_watched(ranks: Ranks, transport: str, schedule: str, experts: str = "auto") -> bool:
+    """Whether gradients are finite where autograd raises at NaN, with rows to spare that hold it."""
+    layer, x_TD = make(ranks, transport, schedule, experts)
+    with torch.autograd.set_detect_anomaly(True):
+        plain(layer, x_TD)
+    return all(bool(p.grad.isfinite().all()) for p in layer.parameters())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_memory_that_nobody_writes_is_no_anomaly(pool: Pool, transport: str, schedule: str) -> None:
+    assert pool.run(2, run_watched, transport, schedule) == [True] * 2
