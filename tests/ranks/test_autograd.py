@@ -89,11 +89,13 @@ def with_another_graph(layer: Any, x_TD: Tensor) -> None:
 
 def run_steps(ranks: Ranks, transport: str, schedule: str, ways: list[Callable[..., None]]) -> list[str]:
     """The gradients that differ from those of a plain backward, by way."""
-    differ, usual = [], {}
+    differ: list[str] = []
+    usual: dict[str, Any] = {}
     for way in (plain, *ways):
         layer, x_TD = make(ranks, transport, schedule)
         way(layer, x_TD)
-        gradients = {"x": x_TD.grad} | {name: p.grad for name, p in layer.named_parameters()}
+        gradients: dict[str, Any] = {"x": x_TD.grad}
+        gradients |= {name: p.grad for name, p in layer.named_parameters()}
         usual = usual or gradients
         close = 1e-6 if way is saved_elsewhere and x_TD.dtype == torch.float32 else 0.0
         for name, gradient in gradients.items():
