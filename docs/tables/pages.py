@@ -17,6 +17,7 @@ from docs.tables import (
     fused,
     host,
     layer,
+    megatron,
     models,
     pictures,
     placement,
@@ -80,6 +81,7 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
         "mean": models.mean,
         "prefill": models.prefill,
     },
+    "docs/megatron.md": {"steps": megatron.steps},
     "docs/serving.md": {
         "two gpus": serve.steps,
         "loops": serve.loops,

@@ -438,12 +438,53 @@ def test_hybrid_eps_sweep_is_of_the_gpus_that_are_here(monkeypatch: pytest.Monke
     assert finding.differs[0].startswith("Ours: 4 GPUs of this machine.")
 
 
-def test_hybrid_eps_models_are_blank_here() -> None:
+PAPERS_TERA = ["943", "597", "645", "665", "698", "728", "800"]
+
+
+def test_hybrid_eps_models_are_blank_without_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hybrid, "STEPS", tmp_path / "none.json")
     finding = find("hybrid-ep-end-to-end", Options())
-    assert {line[-1] for line in finding.table} == {""}
-    assert [line[3] for line in finding.table] == ["943", "597", "645", "665", "698", "728", "800"]
+    assert {line[-2:] for line in finding.table} == {("", "")}
+    assert [line[3] for line in finding.table] == PAPERS_TERA
+    assert finding.differs[0].startswith("Nothing of it is measured here")
+    assert finding.verdict[0] == "No claim is made."
     with pytest.raises(ValueError, match="times nothing"):
         find("hybrid-ep-end-to-end", Options(rounds=2))
+
+
+def test_hybrid_eps_models_stand_beside_the_committed_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def row(model: str, program: str, way: str, tera: float) -> dict:
+        return {
+            "run": 0,
+            "op": "step",
+            "impl": way,
+            "case": {"model": model, "program": program},
+            "tflops": tera,
+        }
+
+    machine = {"hardware": {"count": 2, "gpu": "NVIDIA H200"}, "commit": "abc", "date": "2026-11-27", "id": 0}
+    rows = [
+        row("qwen3-235b-a22b", "ddp", "alltoall", 200.0),
+        row("qwen3-235b-a22b", "ddp", "hybridep", 230.0),
+        row("deepseek-v3", "fsdp", "hybridep", 99.6),
+        row("another", "ddp", "hybridep", 1.0),
+    ]
+    path = tmp_path / "megatron_models.json"
+    path.write_text(json.dumps({"question": "?", "runs": [machine], "rows": rows}))
+    monkeypatch.setattr(hybrid, "STEPS", path)
+    finding = find("hybrid-ep-end-to-end", Options())
+    assert [line[3] for line in finding.table] == [*PAPERS_TERA, ""]
+    here = {line[:3]: line[-2:] for line in finding.table if line[-2]}
+    assert here == {
+        ("Qwen 3 235B", "BF16", "all-to-all"): ("200", "1.00x"),
+        ("Qwen 3 235B", "BF16", "Hybrid-EP"): ("230", "1.15x"),
+        ("DeepSeek-V3, FSDP", "BF16", "Hybrid-EP"): ("100", ""),
+    }
+    assert "2 x NVIDIA H200, revision abc, 2026-11-27" in finding.differs[0]
+    assert finding.verdict[0].endswith("1.15 times the TFLOP/s of all-to-all, the paper's 1.05x.")
+    assert len(finding.verdict) == 2
 
 
 SIMULATED = [name for name, (module, _) in TABLES.items() if module.startswith("simulated:")]

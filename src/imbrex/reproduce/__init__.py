@@ -38,7 +38,7 @@ TABLES: dict[str, tuple[str, str]] = {
     "hybrid-ep-fp8": ("hybrid:fp8", "the same, rows in fp8"),
     "hybrid-ep-end-to-end": (
         "hybrid:end_to_end",
-        "models in Megatron on GB200: the paper's table and blanks",
+        "models in Megatron: the paper's on GB200, and few layers of them as committed",
     ),
     "trtllm-pareto": ("serving:pareto", "tokens/s of a GPU over tokens/s of a user: EP, DP, drafts"),
     "trtllm-pareto-replayed": ("serving:pareto_replayed", "the same of real widths, by steps timed on GPUs"),

@@ -14,7 +14,7 @@ from imbrex.bench.exchange.clock import Clock, run_ranks
 from imbrex.bench.exchange.parts import SWEEP, sweep
 from imbrex.bench.exchange.rows import Rows
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import RESULTS, Finding, Options, count_gpus, source_of
+from imbrex.reproduce.frame import RESULTS, Finding, Options, count_gpus, read_committed, source_of
 
 COMMITTED = RESULTS / "exchange.json"
 """A sweep of two and four H200, in a checkout of the repository; an installed package has none."""
@@ -31,6 +31,23 @@ MODELS = (
 )
 """The article's table of models on GB200, TFLOP/s of a GPU. The row that its first one is compared with is
 lost."""
+STEPS = RESULTS / "megatron_models.json"
+OURS = {
+    ("deepseek-v3", "ddp"): "DeepSeek-V3",
+    ("deepseek-v3", "fsdp"): "DeepSeek-V3, FSDP",
+    ("qwen3-235b-a22b", "ddp"): "Qwen 3 235B",
+}
+"""The article's names of our models and programs."""
+BASE = "all-to-all"
+WAYS = {
+    "alltoall": BASE,
+    "allgather": "all-gather",
+    "deepep": "DeepEP",
+    "hybridep": "Hybrid-EP",
+    "imbrex": "imbrex's layer",
+    "alltoall-megatron": "all-to-all, Megatron's experts",
+}
+"""The article's names of our ways to move tokens."""
 ENOUGH = 0.95
 Curves = Mapping[tuple[int, str, str], Mapping[int, float]]
 """Logical GB/s by multiprocessors, by ranks, call and layout of rows."""
@@ -45,24 +62,80 @@ def fp8(options: Options) -> Finding:
 
 
 def end_to_end(options: Options) -> Finding:
-    """The article's table beside blanks."""
+    """The article's table beside the committed steps of Megatron-Core, or beside blanks."""
+    rows, source = read_committed(STEPS)
+    ours = {(OURS[key], WAYS[row["impl"]]): row["tflops"] for row in rows if (key := _program(row)) in OURS}
+    table = [
+        (*row[:3], str(row[3]), row[4], *(_here(ours, row[0], row[2]) if row[1] == "BF16" else ("", "")))
+        for row in MODELS
+    ]
+    papers = {(model, way) for model, precision, way, *_ in MODELS if precision == "BF16"}
+    table += [
+        (model, "BF16", way, "", "", *_here(ours, model, way))
+        for model, way in ours
+        if (model, way) not in papers
+    ]
     return Finding(
         title="Hybrid-EP: models in Megatron",
         question="What does the exchange give a whole model?",
-        head=("model", "precision", "exchange", "Hybrid-EP, TFLOP/s of a GPU", "over", "here"),
-        table=tuple((*row[:3], str(row[3]), row[4], "") for row in MODELS),
-        differs=(
-            "Nothing of it is measured here, so its column is blank: the paper's rows want GB200s, Megatron "
-            "and its models, and MXFP8 products.",
-            "Whole models of other sizes, over NVLink: `benchmarks/models.py`; one layer: docs/layer.md.",
+        head=(
+            "model",
+            "precision",
+            "exchange",
+            "TFLOP/s of a GPU, the paper",
+            "over",
+            "here",
+            "over all-to-all",
         ),
-        verdict=("No claim is made. The row of DeepEP, which 943 is 1.14 times of, is lost in the article.",),
+        table=tuple(table),
+        differs=_differs(source),
+        verdict=(*_gains(ours), "The row of DeepEP, which 943 is 1.14 times of, is lost in the article."),
         rows=(),
         chart=chart.bars(
             {f"{model}, {precision}": {way: float(tera)} for model, precision, way, tera, _ in MODELS},
             "TFLOP/s",
         ),
     )
+
+
+def _program(row: Mapping[str, Any]) -> tuple[str, str]:
+    return row["case"]["model"], row["case"]["program"]
+
+
+def _here(ours: Mapping[tuple[str, str], float], model: str, way: str) -> tuple[str, str]:
+    """Our TFLOP/s and how many times those of all-to-all they are, or blanks."""
+    if (model, way) not in ours:
+        return "", ""
+    mine, base = ours[model, way], ours.get((model, BASE))
+    return f"{mine:.0f}", "" if base is None else f"{mine / base:.2f}x"
+
+
+def _differs(source: str) -> tuple[str, ...]:
+    if not source:
+        return (
+            "Nothing of it is measured here, so its columns are blank: no run of "
+            "`benchmarks/megatron_models.py` is committed, or this is no checkout.",
+            "Whole models of other sizes, over NVLink: `benchmarks/models.py`; one layer: docs/layer.md.",
+        )
+    return (
+        f"Ours: not this machine, but {source}. The paper has GB200s and whole models, in MXFP8 but for two "
+        "rows; ours are few layers of the same widths in bfloat16, the experts over two GPUs.",
+        "Hybrid-EP and DeepEP are here our `deep_ep` behind Megatron's flex dispatcher: its interfaces, over "
+        "imbrex's kernels. Experts are imbrex's in every row but that which names Megatron's, attention is "
+        "torch's: the machine has no Transformer Engine.",
+    )
+
+
+def _gains(ours: Mapping[tuple[str, str], float]) -> tuple[str, ...]:
+    """A sentence for every model of ours that has both exchanges."""
+    paper = {(model, way): over for model, precision, way, _, over in MODELS if precision == "BF16"}
+    sentences = [
+        f"{model}: over Hybrid-EP's interface {rate / ours[model, BASE]:.2f} times the TFLOP/s of all-to-all"
+        + (f", the paper's {paper[model, way]}." if (model, way) in paper else ".")
+        for (model, way), rate in ours.items()
+        if way == "Hybrid-EP" and (model, BASE) in ours
+    ]
+    return tuple(sentences) or ("No claim is made.",)
 
 
 def _swept(options: Options, dtype: str, title: str, paper: Mapping[str, str]) -> Finding:

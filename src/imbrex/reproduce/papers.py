@@ -139,7 +139,7 @@ PAPERS: Sequence[tuple[str, str, str, str]] = (
         HYBRID,
         "table of models",
         "TFLOP/s in Megatron on GB200",
-        "hybrid-ep-end-to-end, whose column for ours is blank: needs GB200s and Megatron's models",
+        "hybrid-ep-end-to-end: few layers of them in Megatron-Core on two GPUs, in bfloat16",
     ),
 )
 """(paper, table or figure, what it shows, what there is or why nothing is)."""
