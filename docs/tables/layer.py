@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from docs.tables.results import Row, Table, on, read, sources
 
-from imbrex.exchange.nvlink import SPARED
+from imbrex.exchange.nvlink_fit import SPARED
 
 OURS, OURS_EXACT, FLOOR, INDEX_ADD = "imbrex-serial", "imbrex-serial-exact-rows", "floor", "index_add"
 IMPLEMENTATIONS = {

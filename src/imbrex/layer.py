@@ -236,14 +236,15 @@ class MoELayer(nn.Module):
     @property
     def reasons(self) -> dict[str, str]:
         """The transport, schedule and experts that were chosen, and why."""
-        transport, experts = self.exchange.transport, self.experts
+        exchange, experts = self.exchange, self.experts
+        transport, dispatcher = exchange.transport, exchange.dispatcher
         about = f"{type(experts).__name__}: given by the caller"
         if isinstance(experts, Experts):
             about = f"{experts.implementation}: {experts.implementation_reason}{self._about_rows()}"
         return {
-            "transport": f"{transport.name}: {self.exchange.transport_reason}",
-            "schedule": f"{self.strategy.name}: {self.strategy.reason(self.exchange)}",
-            "experts": about + self.exchange.dispatcher.about_whole(experts, self.strategy.name),
+            "transport": f"{transport.name}: {exchange.transport_reason}{dispatcher.about_rows}",
+            "schedule": f"{self.strategy.name}: {self.strategy.reason(exchange)}",
+            "experts": about + dispatcher.about_whole(experts, self.strategy.name),
         }
 
     def _about_rows(self) -> str:

@@ -242,6 +242,22 @@ PROTOCOL = [
         ("unit/test_exchange_combine.py::test_whole_rows_are_one_stream",),
     ),
     Fault(
+        "many-rows-by-own-word",
+        "exchange/nvlink.py",
+        "a rank counts rows first where its own layers are many, and others make room for all",
+        "            some |= other\n",
+        "            some |= value\n",
+        ("ranks/test_layer_nvlink.py::test_rows_of_many_layers_are_exactly_many_where_all_together_spare_memory",),
+    ),
+    Fault(
+        "a-record-of-room-for-all",
+        "exchange/recorded.py",
+        "a call whose rows are to be counted first is launched from a record with room for all",
+        "kernels.serial, *part[1:], keep",
+        "kernels.serial, *part[1:4], keep",
+        ("ranks/test_recorded.py::test_a_record_is_not_launched_where_rows_are_counted_from_now_on",),
+    ),
+    Fault(
         "a-backward-by-the-last-gradients",
         "exchange/recorded.py",
         "a backward from a record writes where the weights' gradients of another step were",

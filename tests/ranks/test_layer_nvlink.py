@@ -14,7 +14,7 @@ import torch
 
 import imbrex
 from imbrex.contracts import RowForm
-from imbrex.exchange import nvlink as nvlink_exchange
+from imbrex.exchange import nvlink_fit
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.overlap import Auto, Serial
@@ -181,7 +181,7 @@ def run_sparing(ranks: Ranks, case: Case, spared: int) -> list[int]:
     layer = make_layer(replace(case, options={"transport": EmulatedNvlink(ranks.group)}), ranks.group)
     layer.experts.register_forward_pre_hook(lambda _, given: counts.append(len(given[0].rows_RD)))
     patch = pytest.MonkeyPatch()
-    patch.setattr(nvlink_exchange, "SPARED", spared)
+    patch.setattr(nvlink_fit, "SPARED", spared)
     for differentiated in (True, False):
         layer(tokens_of(case, ranks.rank).requires_grad_(differentiated and ranks.rank != 2))
     patch.undo()
@@ -196,6 +196,45 @@ def test_rows_that_a_backward_keeps_are_exactly_many_where_that_spares_memory(po
     assert sum(kept for kept, _ in answers) == 3 * 311
     assert [rows for _, rows in answers] == [worst] * 4
     assert pool.run(4, run_sparing, case, spared + 1) == [[worst, worst]] * 4
+
+
+def run_among(ranks: Ranks, case: Case, by_all: int) -> tuple[list[int], list[str]]:
+    """Rows of a layer alone; beside another, without gradients and with them; beside one that rank 2 alone
+    has not collected yet; and alone again. What `reasons` say alone and beside another."""
+    counts: list[int] = []
+    nvlink = EmulatedNvlink(ranks.group)
+    made = [make_layer(replace(case, options={"transport": nvlink}), ranks.group)]
+    made[0].experts.register_forward_pre_hook(lambda _, given: counts.append(len(given[0].rows_RD)))
+    x_TD, said = tokens_of(case, ranks.rank).requires_grad_(), [made[0].reasons["transport"]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvlink_fit, "SPARED_BY_ALL", by_all)
+        made[0](x_TD)
+        made.append(make_layer(replace(case, options={"transport": nvlink}), ranks.group))
+        made[0](x_TD.detach())
+        made[0](x_TD)
+        said.append(made[0].reasons["transport"])
+        made.pop().close()
+        garbage = torch.nn.Identity()
+        if ranks.rank == 2:
+            nvlink.join(garbage)
+        made[0](x_TD)
+        nvlink.leave(garbage)
+        made[0](x_TD)
+    return counts, said
+
+
+def test_rows_of_many_layers_are_exactly_many_where_all_together_spare_memory(pool: Pool) -> None:
+    """Of two layers; one rank's word is enough, since ranks collect garbage at different times."""
+    case, worst, by_token = replace(CASE, tokens=(3, 0, 300, 8)), 4 * 512 * 2, 3 * 2 * 64 * 2
+    answers = pool.run(4, run_among, case, 2 * 300 * by_token)
+    for counts, _ in answers:
+        assert [counts[call] for call in (0, 1, 4)] == [worst] * 3
+    assert [sum(counts[call] for counts, _ in answers) for call in (2, 3)] == [3 * 311] * 2
+    assert {said[0].partition("; ")[2] for _, said in answers} == {
+        f"a backward keeps as many rows as there are from {-(-(200 << 20) // by_token)} tokens a rank on"
+    }
+    assert all(said[1].endswith("from 300 tokens a rank on, with 2 layers") for _, said in answers)
+    assert pool.run(4, run_among, case, 2 * 301 * by_token)[0][0] == [worst] * 5
 
 
 def run_growing(ranks: Ranks, case: Case) -> tuple[list[float], list[int]]:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import imbrex
 from imbrex.contracts import Dispatched
-from imbrex.exchange import recorded
+from imbrex.exchange import nvlink_fit, recorded
 from imbrex.experts.experts import Experts
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.ffn import both, slopes
@@ -421,6 +421,34 @@ def run_counting_rows(ranks: Ranks) -> list[list[bool]]:
 def test_steps_behind_the_meeting_have_the_bits_too(pool: Pool) -> None:
     for same in pool.run(2, run_counting_rows):
         assert same == [[True] * 9, [True]]
+
+
+def run_joined(ranks: Ranks) -> tuple[list[bool], list[int], list[int]]:
+    """Four calls with gradients, behind the second beside another layer, with which rows are counted first:
+    whether y has the bits of the steps, the launches from a record so far, and the waits of the host."""
+    same, launches, waits, asked = [], [], [], []
+    with a_layer(ranks, 0) as layer:
+        dispatcher: Any = layer.exchange.dispatcher
+        count, transport, other = dispatcher._count_rows, dispatcher.transport, nn.Identity()
+        dispatcher._count_rows = lambda routed: asked.append(1) or count(routed)
+        layer.patch.setattr(nvlink_fit, "SPARED_BY_ALL", 2 * 7 * CHOICES * WIDTH * 2)
+        for call in range(4):
+            if call == 2:
+                transport.join(other)
+            x_TD, routing = inputs_of(ranks.rank, 0, 7)
+            x_TD.requires_grad_()
+            ours = layer(x_TD, routing, steps=False, keep=True)
+            launches.append(layer.again)
+            waits.append(len(asked))
+            same.append(torch.equal(ours, layer(x_TD, routing, steps=True, keep=True)))
+    return same, launches, waits
+
+
+def test_a_record_is_not_launched_where_rows_are_counted_from_now_on(pool: Pool) -> None:
+    for same, launches, waits in pool.run(2, run_joined):
+        assert same == [True] * 4
+        assert launches == [0, 2, 2, 2]
+        assert waits == [0, 0, 1, 3]
 
 
 def run_moved(ranks: Ranks) -> tuple[list[bool], list[int], int]:

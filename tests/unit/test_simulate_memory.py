@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from imbrex.exchange import nvlink, nvlink_fit
+from imbrex.exchange import nvlink_fit
 from imbrex.simulate.loads import Spread
-from imbrex.simulate.memory import SPARED, memory_of, memory_of_experts, memory_of_rows, most_rows
+from imbrex.simulate.memory import SPARED, SPARED_BY_ALL, memory_of, memory_of_experts, memory_of_rows, most_rows
 from imbrex.simulate.plans import choose, weigh
 from imbrex.simulate.request import Request
 from imbrex.simulate.run import FEW_FUSED, Layout
@@ -33,13 +33,17 @@ def test_memory_is_the_fullest_rank_s() -> None:
 
 def test_over_nvlink_there_is_room_for_all_rows_that_could_come() -> None:
     """8 ranks of 16 experts, 4096 tokens with 8 choices: all of them could want one rank. A training's host
-    asks how many do, in one chunk and by kernels that are not fused, where that spares 200 MiB."""
+    asks how many do, in one chunk and by kernels that are not fused, where that spares 200 MiB in a layer or
+    1 GiB in all."""
     request = Request(shape=QWEN, ranks=8, tokens=4096, mode="train", layers=48)
     eight = world(8, 8)
     layout = Layout(ep=8, transport="nvlink")
     coming, most = 4096 * 8, 8 * 4096 * 8
     forward = replace(request, mode="forward")
     few = replace(request, tokens=256)
+    fewer = replace(request, tokens=400)  # 46 MB a layer
+    assert most_rows(fewer, eight, layout) == 400 * 8
+    assert most_rows(replace(fewer, layers=11), eight, layout) == 8 * 400 * 8
     assert most_rows(request, eight, layout, 1.5) == 1.5 * coming
     assert most_rows(forward, eight, layout, 1.5) == most
     assert most_rows(few, eight, layout) == most / 16  # 29 MB
@@ -61,7 +65,8 @@ def test_of_few_tokens_no_host_asks() -> None:
     layout, node = Layout(ep=16, transport="nvlink"), world(16, 16)
     assert most_rows(request, node, layout) == 16 * 256 * 8
     assert most_rows(replace(request, tokens=257), node, layout) == 257 * 8
-    assert (SPARED, FEW_FUSED) == (nvlink.SPARED, nvlink_fit.FEW_TOKENS)
+    theirs = nvlink_fit.SPARED, nvlink_fit.SPARED_BY_ALL, nvlink_fit.FEW_TOKENS
+    assert theirs == (SPARED, SPARED_BY_ALL, FEW_FUSED)
 
 
 def test_two_tiers_have_room_for_all_rows_of_a_pool() -> None:

@@ -54,6 +54,7 @@ class Dispatcher(Protocol):
     serve. roles: blocks of its fused kernels, as tuned. promise, uncompiled: set before a dispatch, if this
     rank will combine rows that fit it, or goes on as no compiled layer does, which ranks compare.
     promised: whether all ranks did. room_for_all: `rows_RD` has a row for every choice, dropped ones too.
+    about_rows: a clause of a layer's `reasons`, or nothing.
     """
 
     key: int
@@ -72,6 +73,9 @@ class Dispatcher(Protocol):
 
     @property
     def counts_on_device(self) -> bool: ...
+
+    @property
+    def about_rows(self) -> str: ...
 
     @property
     def family(self) -> Sequence[Dispatcher]: ...

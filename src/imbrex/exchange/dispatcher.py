@@ -40,6 +40,10 @@ class DispatcherBase:
     def counts_on_device(self) -> bool:
         return False
 
+    @property
+    def about_rows(self) -> str:
+        return ""
+
     def relocate(self, geometry: Geometry) -> None:
         """Take a geometry. Ranks compare `where` at every call: one with another placement would send rows
         astray."""

@@ -42,7 +42,15 @@ from imbrex.contracts import (
 from imbrex.exchange import plan
 from imbrex.exchange.agreement import explain, find_problem, raise_together
 from imbrex.exchange.dispatcher import WiredDispatcher, nothing_to_move
-from imbrex.exchange.nvlink_fit import DTYPE, FewRows, Part, is_coded, kernel_placement, row_capacity_for
+from imbrex.exchange.nvlink_fit import (
+    DTYPE,
+    FewRows,
+    Part,
+    Spared,
+    is_coded,
+    kernel_placement,
+    row_capacity_for,
+)
 from imbrex.exchange.recorded import Recorder
 from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
 from imbrex.kernels.exchange.groups import empty_groups
@@ -63,10 +71,6 @@ from imbrex.runtime.gradients import looks_for_nan
 from imbrex.transport.collective import Done
 from imbrex.transport.nvlink import Nvlink, Size
 
-SPARED = 200 << 20
-"""Bytes of rows kept for a backward from which on the host waits to hear how many rows there are. Steps of
-whole models on two H200 then take as long, within 1 %, with 9 to 26 % less memory. At half as many bytes they
-take 10 % longer, because the host no longer runs ahead (Qwen3, 4096 tokens; benchmarks/models.py)."""
 NOTES = 1 << 32
 """The number of values of the word by which ranks compare their calls."""
 _WIRES = {"fp8": "fp8"}
@@ -146,6 +150,7 @@ class NvlinkDispatcher(WiredDispatcher):
             compact=is_coded(self.wire.dispatch) or is_coded(self.wire.combine_backward),
         )
         self._sizes = Sizes(1, self.world_size, geometry.top_k, self.size.most_slots)
+        self._spared = Spared.of(self.size, self.world_size)
         lengths = placed.placement.num_experts + 1, placed.placement.num_slots, placed.placement.num_ranks + 1
         if self._tables and tuple(len(table) for table in self._tables) == lengths:
             write_tables(self._tables, placed.placement)
@@ -179,8 +184,9 @@ class NvlinkDispatcher(WiredDispatcher):
         kind = self.fuses << 1 | self.uncompiled
         note = hash((self.calls, self.number, self.layer, self.where, kind)) % NOTES
         # The largest value has the `requires_grad` bit of the rank with the most tokens.
-        flags = x_TD.requires_grad << 2 | (form is RowForm.FP8) << 1 | self.promise
-        value = x_TD.shape[0] << 3 | flags
+        many = x_TD.shape[0] >= self._spared.many_tokens(self.transport.num_owners)
+        flags = x_TD.requires_grad << 3 | many << 2 | (form is RowForm.FP8) << 1 | self.promise
+        value = x_TD.shape[0] << 4 | flags
         self.promise = self.uncompiled = False
         values_W, wrong = self.transport.agree_on_call(value, fine=problem is None, note=note)
         if problem:
@@ -194,11 +200,16 @@ class NvlinkDispatcher(WiredDispatcher):
                 f"{self.where:08x}; every rank must call the same layers in the same order, with the same "
                 "placement; beside a compiled one by schedule='serial'"
             )
-        largest, common = max(values_W), value
+        largest, common, some = max(values_W), value, 0
         for other in values_W:
             common &= other
+            some |= other
         self.promised = bool(common & 1)
-        return Part(routing.ids_TK, largest >> 3, bool(largest & 4), bool(common & 2))
+        return Part(routing.ids_TK, largest >> 4, bool(largest & 8), bool(common & 2), bool(some & 4))
+
+    @property
+    def about_rows(self) -> str:
+        return self._spared.about(self.transport.exact_rows, self.transport.num_owners)
 
     def agree_on_rows(self, problem: str | None, dtype: torch.dtype) -> None:
         """Compare a word on the hosts' board; no GPU is asked. Rows have one dtype here."""
@@ -315,8 +326,7 @@ class NvlinkDispatcher(WiredDispatcher):
         """Whether the host waits to hear how many rows there are; else there is room for `worst`."""
         exact = self.transport.exact_rows
         if exact is None:
-            room = worst * (self.world_size - 1) // self.world_size * self.size.row_bytes
-            exact = part.backward and room >= SPARED
+            exact = part.spares(worst * (self.world_size - 1) // self.world_size * self.size.row_bytes)
         return exact and not self.transport.capturing
 
     def _count_rows(self, routed: Routed) -> int:

@@ -12,7 +12,7 @@ from imbrex.contracts import Codec, Geometry, Placement, Wire
 from imbrex.kernels.exchange.groups import RowGroups
 from imbrex.kernels.exchange.layout import Shape
 from imbrex.placement import SPLITS, split_evenly
-from imbrex.transport.nvlink import MOST_CHOICES, ROW_MULTIPLE
+from imbrex.transport.nvlink import MOST_CHOICES, ROW_MULTIPLE, Size
 
 DTYPE = torch.bfloat16
 FP8_OUT_MULTIPLE, FP8_BACK_MULTIPLE = 512, 256
@@ -21,6 +21,14 @@ backward of combine), and on their way home."""
 FEW_TOKENS = 256
 """The most tokens of a rank for which one kernel both routes and moves. For 128 tokens it takes 43 us, two
 kernels 59; for 512 tokens both ways take 110 us (4 H200, rows of 7168 values, K=8)."""
+SPARED = 200 << 20
+"""Bytes of rows kept for a backward from which on the host waits to hear how many rows there are. Steps of
+whole models on two H200 then take as long, within 1 %, with 9 to 26 % less memory. At half as many bytes they
+take 10 % longer, because the host no longer runs ahead (Qwen3, 4096 tokens; benchmarks/models.py)."""
+SPARED_BY_ALL = 1 << 30
+"""Bytes of such rows of all layers together, from which on it waits, too. Their gate and up are once to seven
+times as many: 24 layers of Qwen1.5-MoE, 4096 tokens, spare 1.5 GiB of rows and 2.1 of these. A few layers
+stay below it."""
 
 
 class Part(NamedTuple):
@@ -28,18 +36,24 @@ class Part(NamedTuple):
 
     ids_TK: int64, the experts of this rank's tokens. max_tokens: the tokens of the rank with the most.
     backward: whether rows are kept for a backward. in_fp8: whether the experts of all ranks take rows in fp8.
-    All but the first are the same on every rank.
+    many: whether those that all layers keep for their backwards spare `SPARED_BY_ALL`, a rank says. All but
+    the first are the same on every rank.
     """
 
     ids_TK: Tensor
     max_tokens: int
     backward: bool
     in_fp8: bool = False
+    many: bool = False
 
     @property
     def is_small(self) -> bool:
         """Whether one kernel both routes and moves."""
         return self.max_tokens <= FEW_TOKENS
+
+    def spares(self, nbytes: int) -> bool:
+        """Whether to count rows first, which spares so many bytes of a layer's."""
+        return self.backward and (self.many or nbytes >= SPARED)
 
 
 class FewRows(NamedTuple):
@@ -104,6 +118,29 @@ def kernel_placement(geometry: Geometry) -> KernelPlacement:
     slots = tuple(range(placement.num_slots))
     named = Placement(slots=slots, rank_offsets=placement.rank_offsets, num_experts=len(slots))
     return KernelPlacement(placement=named, by_slot=True, balanced=False)
+
+
+class Spared(NamedTuple):
+    """The bytes of a layer's rows that exactly many rows spare, for every token of a rank."""
+
+    by_token: int
+
+    @classmethod
+    def of(cls, size: Size, ranks: int) -> Spared:
+        return cls((ranks - 1) * min(size.choices, size.most_slots) * size.row_bytes)
+
+    def many_tokens(self, layers: int) -> int:
+        """Tokens of a rank from which on so many layers spare `SPARED_BY_ALL`; never as few as one kernel
+        routes and moves, for which there is always room for all."""
+        return max(-(-SPARED_BY_ALL // (self.by_token * max(layers, 1))), FEW_TOKENS + 1)
+
+    def about(self, exact: bool | None, layers: int) -> str:
+        """A clause for `MoELayer.reasons`. exact: as `Nvlink` was told."""
+        if exact is not None:
+            return "; rows as many as there are" if exact else "; room for all rows that could come"
+        tokens = min(-(-SPARED // self.by_token), self.many_tokens(layers))
+        shared = f", with {layers} layers" if layers > 1 else ""
+        return f"; a backward keeps as many rows as there are from {tokens} tokens a rank on{shared}"
 
 
 def row_capacity_for(shape: Shape, max_tokens: int) -> int:

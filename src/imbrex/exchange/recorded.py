@@ -218,7 +218,7 @@ class Recorder:
         part, transport = dispatcher.meet(x_TD, routing), dispatcher.transport
         kernels = dispatcher.kernels_for(part)
         one_launch, ways = experts.one_launch, (experts.one_launch, transport.one_kernel)
-        size = kernels.serial, part.max_tokens, part.backward, keep, weights[1].shape, ways
+        size = kernels.serial, *part[1:], keep, weights[1].shape, ways
         pattern = self._patterns.get(size)
         if pattern is None:
             memory = self._plan(kernels, part, weights, keep)

@@ -20,7 +20,9 @@ from imbrex.simulate.request import Request, World
 from imbrex.simulate.run import FEW_FUSED, Layout, kernels_inside, parse_schedule
 
 SPARED = 200 << 20
-"""Bytes of rows for which a host asks how many there are, where a backward keeps them (`exchange/nvlink`)."""
+"""Bytes of rows for which a host asks how many there are, where a backward keeps them."""
+SPARED_BY_ALL = 1 << 30
+"""Bytes of all layers' rows together for which it does (both: `exchange/nvlink_fit`)."""
 CHUNKS_LATE = 1.5
 """Chunks whose dispatch a schedule holds until the end, beside gloo layers of one, two and four chunks."""
 
@@ -93,7 +95,8 @@ def most_rows(request: Request, world: World, layout: Layout, fullest: float = 1
     slots = math.ceil((shape.experts + layout.replicas) / layout.ep)
     limit = ranks * batch * min(shape.top_k, slots)
     spared = limit * (ranks - 1) // ranks * shape.width * shape.value_bytes
-    asks = request.training and layout.schedule == "serial" and batch > FEW_FUSED and spared >= SPARED
+    many = spared >= SPARED or spared * request.layers >= SPARED_BY_ALL
+    asks = request.training and layout.schedule == "serial" and batch > FEW_FUSED and many
     return coming if asks else limit
 
 

@@ -140,7 +140,7 @@ class Nvlink(Collective):
     batches have heaps of their own.
     exact_rows: the experts' rows are as many as there are, for one host synchronisation a dispatch; else
         there is room for the worst case, W times their mean. `None`: where a backward keeps them and that
-        spares much memory.
+        spares much memory, in one layer or in all that share this object.
     dispatch_sms, small_sms, push_sms, combine_sms, stage_sms: multiprocessors, as in `Sms`. The blocks of a
         kernel wait for peers: two kernels that may meet on a GPU must both fit it, and those of a fused layer
         take all. Staging takes no more than the rank has that has fewest.
@@ -405,6 +405,12 @@ class Nvlink(Collective):
                 "transport 'nvlink': it was closed, by close() or by that of the last layer that shared it; "
                 "make the layer anew"
             )
+
+    @property
+    def num_owners(self) -> int:
+        """The number of those that move their rows by this one: layers, here until Python has collected
+        them."""
+        return len(self._owners)
 
     def join(self, owner: object) -> None:
         """`owner`, weakly held, moves its rows by this one until it leaves."""
