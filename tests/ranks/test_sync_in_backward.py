@@ -114,6 +114,27 @@ def test_the_bits_are_those_of_the_call_behind_the_backward(
         assert all(same)
 
 
+def run_in_place(ranks: Ranks) -> tuple[list[int], list[bool]]:
+    """Numbers of parameters of all buckets of dense gradients; of those of one, whether its gradient itself
+    is summed."""
+    model = Model(CASE, ranks.group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "BUCKET_BYTES", model.last.weight.nbytes)
+        found = buckets.buckets_of(model, list(model.layers), dense=True)
+    dense = [bucket for bucket in found if not bucket.experts]
+    model.first.weight.grad = torch.zeros_like(model.first.weight).t()
+    alone = [bucket for bucket in dense if len(bucket.parameters) == 1]
+    sums = [next(bucket.sums())[0] is bucket.parameters[0].grad for bucket in alone]
+    return [len(bucket.parameters) for bucket in dense], sums
+
+
+def test_a_large_gradient_is_summed_where_it_lies(pool: Pool) -> None:
+    """A copy of an embedding's would be a rank's peak. One whose values stand in another order is copied."""
+    for sizes, in_place in pool.run(2, run_in_place):
+        assert sizes == [1, 3, 1, 1, 2]
+        assert in_place == [True, True, False]
+
+
 def run_refused(ranks: Ranks) -> list[str]:
     """What is said of a second backward, of a second call, of `dense`, and that all works afterwards."""
     said: list[str] = []

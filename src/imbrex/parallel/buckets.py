@@ -1,7 +1,7 @@
 """Buckets of gradients: what `sync_gradients` moves, in pieces that every rank sums in one order.
 
-A bucket is the gradient of one weight of a layer's experts, or those of other parameters of one dtype up to
-`BUCKET_BYTES`. Buckets are in the order in which a backward is likely to have them, the last parameters
+A bucket is the gradient of one weight of a layer's experts, or of one as large as `BUCKET_BYTES`, which are
+summed where they lie; or those of other parameters of one dtype up to so many. Buckets are in the order in which a backward is likely to have them, the last parameters
 first. They are the same whether they leave after the backward or in it, and so are the bits of their sums: a
 ring adds in an order that depends on the place in what it sums.
 """
@@ -56,10 +56,15 @@ class Bucket:
         if not groups:
             return
         gradients = [_gradient(parameter) for parameter in self.parameters]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        if len(gradients) == 1 and gradients[0].is_contiguous():
+            flat = gradients[0]
+        else:
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
         for group in groups:
             yield flat, group
         flat /= num_token_ranks(self.layer)
+        if flat is gradients[0]:
+            return
         pieces = flat.split([gradient.numel() for gradient in gradients])
         for gradient, piece in zip(gradients, pieces, strict=True):
             gradient.copy_(piece.view_as(gradient))
@@ -109,11 +114,13 @@ def buckets_of(model: nn.Module, layers: list[MoELayer], *, dense: bool) -> list
         layer = homes.get(id(parameter))
         if layer is not None:
             buckets.append(Bucket(parameters=(parameter,), layer=layer, experts=True))
+        elif dense and parameter.nbytes >= BUCKET_BYTES:
+            close([parameter])
         elif dense:
             kind = parameter.dtype, parameter.device
             pending = open_ones.setdefault(kind, [])
             pending.append(parameter)
-            if sum(p.numel() * p.element_size() for p in pending) >= BUCKET_BYTES:
+            if sum(p.nbytes for p in pending) >= BUCKET_BYTES:
                 close(open_ones.pop(kind))
     for pending in open_ones.values():
         close(pending)
