@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import imbrex
@@ -221,6 +222,7 @@ class Side:
         self, name: str, config: Any, device: torch.device, world: int, *, trains: bool = True
     ) -> None:
         self.layers: list[imbrex.MoELayer] = []
+        self.dense = False
         both = {"fsdp_size": world, "ep_size": world}
         name, compiled = name.removesuffix("-compiled"), name.endswith("-compiled")
         if name == "transformers-fsdp2":
@@ -232,16 +234,22 @@ class Side:
             self.net = spread(config, ep_implementation="imbrex", **both)
         elif name == "transformers-ddp":
             self.net = _data_parallel(plain(config, device), compiled=compiled, trains=trains)
-        elif name in ("imbrex", "imbrex-worst-rows", "imbrex-fused", "imbrex-divided-after"):
+        elif name in REPLACED:
             model, options = plain(config, device), {}
             if name == "imbrex-worst-rows":
                 options["transport"] = Nvlink(dist.group.WORLD, exact_rows=False)
             if name == "imbrex-fused":
                 options["schedule"] = "fused"
             self.layers = replace_blocks(model, dist.group.WORLD, **options)
-            self.net = _data_parallel(model, compiled=compiled, trains=trains)
+            self.dense = name == "imbrex-own-sums"
+            if name == "imbrex-fsdp2":
+                self.net = _sharded(model, world)
+            elif self.dense:
+                self.net = model
+            else:
+                self.net = _data_parallel(model, compiled=compiled, trains=trains)
             if trains and name != "imbrex-divided-after":
-                sync_in_backward(model, dense=False)
+                sync_in_backward(model, dense=self.dense)
         else:
             raise ValueError(f"--sides: {name!r} is not known; use {', '.join(SIDES)}")
         self.net.train(trains)
@@ -251,8 +259,17 @@ class Side:
         loss = self.net(input_ids=ids, labels=ids).loss
         loss.backward()
         if self.layers:
-            imbrex.sync_gradients(self.net, dense=False)
+            imbrex.sync_gradients(self.net, dense=self.dense)
         return loss.detach()
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """AdamW, by its fused kernels, which take no sharded and other parameters in one group."""
+        experts = {id(parameter) for parameter in imbrex.expert_parameters(self.net)} if self.layers else set()
+        groups: list[list[nn.Parameter]] = [[], []]
+        for parameter in self.net.parameters():
+            groups[id(parameter) in experts].append(parameter)
+        of = [{"params": group} for group in groups if group]
+        return torch.optim.AdamW(of, lr=1e-5, fused=True)
 
     @torch.no_grad()
     def prefill(self, ids: Tensor) -> Tensor:
@@ -271,20 +288,36 @@ def _data_parallel(model: nn.Module, *, compiled: bool, trains: bool) -> nn.Modu
     return DistributedDataParallel(model, gradient_as_bucket_view=True) if trains else model
 
 
+def _sharded(model: Any, world: int) -> nn.Module:
+    """The model with all but its experts sharded by FSDP2, as transformers shards it."""
+    mesh = dist.init_device_mesh("cuda", (world,))
+    experts = set(imbrex.expert_parameters(model))
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh, ignored_params=experts)
+    return model
+
+
+REPLACED = (
+    "imbrex",
+    "imbrex-worst-rows",
+    "imbrex-fused",
+    "imbrex-divided-after",
+    "imbrex-own-sums",
+    "imbrex-fsdp2",
+)
+"""Sides with replaced blocks."""
 SIDES = (
     "transformers-ddp",
     "transformers-fsdp2",
     "transformers-ep",
     "imbrex-ep",
-    "imbrex",
-    "imbrex-worst-rows",
-    "imbrex-fused",
-    "imbrex-divided-after",
+    *REPLACED,
     "transformers-ddp-compiled",
     "imbrex-compiled",
 )
 """imbrex: replaced blocks, and DDP for the rest, with as many rows as it has by itself, for the worst case,
 with schedule 'fused', or with experts' gradients divided by the ranks after the backward, not in it.
+own-sums: `sync_in_backward` in the place of DDP; fsdp2: the rest sharded, as transformers-ep has it.
 imbrex-ep: transformers' switch, and FSDP2 for the rest. compiled: by `model.compile()`, before DDP."""
 OPS = ("step", "gradients", "prefill")
 
@@ -355,7 +388,7 @@ def foreign_bytes() -> int:
 
 def measure(side: Side, ids: Tensor, repeats: int, foreign: int, ops: Sequence[str]) -> list[dict[str, Any]]:
     """Rows of those of `OPS` that are asked for, of one batch; complete steps always."""
-    optimizer = torch.optim.AdamW(side.net.parameters(), lr=1e-5, fused=True)
+    optimizer = side.optimizer()
     losses: list[Tensor] = []
 
     def gradients() -> None:
@@ -371,7 +404,8 @@ def measure(side: Side, ids: Tensor, repeats: int, foreign: int, ops: Sequence[s
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     timed = {"step": time_calls(step, repeats)}
-    peak = torch.cuda.max_memory_allocated() + max(foreign_bytes() - foreign, 0)
+    allocated = torch.cuda.max_memory_allocated()
+    peak = allocated + max(foreign_bytes() - foreign, 0)
     optimizer.state.clear()
     torch.cuda.empty_cache()
     if "gradients" in ops:
@@ -379,15 +413,17 @@ def measure(side: Side, ids: Tensor, repeats: int, foreign: int, ops: Sequence[s
     if "prefill" in ops:
         timed["prefill"] = time_calls(lambda: side.prefill(ids), repeats)
     assert all(loss.isfinite() for loss in losses), "a loss that is not a number"
-    mine = [peak, *(clock.busy_us for clock in timed.values())]
+    mine = [peak, allocated, *(clock.busy_us for clock in timed.values())]
     most = torch.tensor([mine], device="cuda", dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    peak_gib, *busy = most[0].tolist()
+    *peaks, busy = most[0, 0].item(), most[0, 1].item(), most[0, 2:].tolist()
+    names = ("peak_gib", "allocated_gib")
+    memory = {name: round(peak / GIB, 2) for name, peak in zip(names, peaks, strict=True)}
     rows = []
     for (op, clock), busy_us in zip(timed.items(), busy, strict=True):
         row = {"op": op, **_spans(clock), "tokens_per_s": round(ids.numel() / clock.median_us * 1e6)}
         row["idle_share"] = round(max(1 - busy_us / clock.median_us, 0.0), 3)
-        rows.append(row | ({"peak_gib": round(peak_gib / GIB, 2)} if op == "step" else {}))
+        rows.append(row | (memory if op == "step" else {}))
     return rows
 
 
@@ -417,7 +453,10 @@ def contest(
     """Rows of every model, side and batch; rank 0 writes the file after each model."""
     as_launched(rank, world)
     rows: list[dict[str, Any]] = []
-    dist.all_reduce(torch.zeros(1, device="cuda"))
+    # What a process takes once would be the first side's: NCCL's buffers, the profiler's, cuBLAS's.
+    dist.all_reduce(torch.zeros(1 << 24, device="cuda"))
+    square = torch.zeros(1 << 10, 1 << 10, device="cuda", dtype=torch.bfloat16)
+    busy_microseconds(lambda: square @ square)
     for model in models:
         for name in sides:
             if not agreed(time.monotonic() < plan["end"]):
