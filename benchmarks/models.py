@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -264,7 +265,7 @@ class Side:
 
     def optimizer(self) -> torch.optim.Optimizer:
         """AdamW, by its fused kernels, which take no sharded and other parameters in one group."""
-        experts = {id(parameter) for parameter in imbrex.expert_parameters(self.net)} if self.layers else set()
+        experts = {id(p) for p in imbrex.expert_parameters(self.net)} if self.layers else set()
         groups: list[list[nn.Parameter]] = [[], []]
         for parameter in self.net.parameters():
             groups[id(parameter) in experts].append(parameter)
@@ -290,7 +291,7 @@ def _data_parallel(model: nn.Module, *, compiled: bool, trains: bool) -> nn.Modu
 
 def _sharded(model: Any, world: int) -> nn.Module:
     """The model with all but its experts sharded by FSDP2, as transformers shards it."""
-    mesh = dist.init_device_mesh("cuda", (world,))
+    mesh = init_device_mesh("cuda", (world,))
     experts = set(imbrex.expert_parameters(model))
     for part in (*model.model.layers, model):
         fully_shard(part, mesh=mesh, ignored_params=experts)

@@ -247,7 +247,9 @@ PROTOCOL = [
         "a rank counts rows first where its own layers are many, and others make room for all",
         "            some |= other\n",
         "            some |= value\n",
-        ("ranks/test_layer_nvlink.py::test_rows_of_many_layers_are_exactly_many_where_all_together_spare_memory",),
+        (
+            "ranks/test_layer_nvlink.py::test_rows_of_many_layers_are_exactly_many_where_all_together_spare_memory",
+        ),
     ),
     Fault(
         "a-record-of-room-for-all",

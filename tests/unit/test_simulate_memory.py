@@ -8,7 +8,14 @@ import pytest
 
 from imbrex.exchange import nvlink_fit
 from imbrex.simulate.loads import Spread
-from imbrex.simulate.memory import SPARED, SPARED_BY_ALL, memory_of, memory_of_experts, memory_of_rows, most_rows
+from imbrex.simulate.memory import (
+    SPARED,
+    SPARED_BY_ALL,
+    memory_of,
+    memory_of_experts,
+    memory_of_rows,
+    most_rows,
+)
 from imbrex.simulate.plans import choose, weigh
 from imbrex.simulate.request import Request
 from imbrex.simulate.run import FEW_FUSED, Layout

@@ -367,8 +367,8 @@ class SharedExpert(nn.Module):
 
 
 class _Swiglu(torch.autograd.Function):
-    """silu(gate) * up, with the bits of torch's operators; silu(gate) is computed again in the backward, where
-    theirs keep it."""
+    """silu(gate) * up, with the bits of torch's operators. The backward computes silu(gate) again, which they
+    keep."""
 
     @staticmethod
     def forward(gate_TF: Tensor, up_TF: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -1,9 +1,10 @@
 """Buckets of gradients: what `sync_gradients` moves, in pieces that every rank sums in one order.
 
-A bucket is the gradient of one weight of a layer's experts, or of one as large as `BUCKET_BYTES`, which are
-summed where they lie; or those of other parameters of one dtype up to so many. Buckets are in the order in which a backward is likely to have them, the last parameters
-first. They are the same whether they leave after the backward or in it, and so are the bits of their sums: a
-ring adds in an order that depends on the place in what it sums.
+A bucket is the gradient of one weight of a layer's experts, or of another parameter of `BUCKET_BYTES` or
+more, which are summed where they lie; or those of other parameters of one dtype, up to so many bytes. Buckets
+are in the order in which a backward is likely to have them, the last parameters first. They are the same
+whether they leave after the backward or in it, and so are the bits of their sums: a ring adds in an order
+that depends on the place in what it sums.
 """
 
 from __future__ import annotations
