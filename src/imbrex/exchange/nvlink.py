@@ -49,7 +49,9 @@ from imbrex.exchange.nvlink_fit import (
     Spared,
     is_coded,
     kernel_placement,
+    part_of,
     row_capacity_for,
+    word_of,
 )
 from imbrex.exchange.recorded import Recorder
 from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
@@ -183,10 +185,8 @@ class NvlinkDispatcher(WiredDispatcher):
         # Of whole numbers a tuple's hash is the same in every process.
         kind = self.fuses << 1 | self.uncompiled
         note = hash((self.calls, self.number, self.layer, self.where, kind)) % NOTES
-        # The largest value has the `requires_grad` bit of the rank with the most tokens.
         many = x_TD.shape[0] >= self._spared.many_tokens(self.transport.num_owners)
-        flags = x_TD.requires_grad << 3 | many << 2 | (form is RowForm.FP8) << 1 | self.promise
-        value = x_TD.shape[0] << 4 | flags
+        value = word_of(x_TD.shape[0], x_TD.requires_grad, many, form is RowForm.FP8, self.promise)
         self.promise = self.uncompiled = False
         values_W, wrong = self.transport.agree_on_call(value, fine=problem is None, note=note)
         if problem:
@@ -200,12 +200,8 @@ class NvlinkDispatcher(WiredDispatcher):
                 f"{self.where:08x}; every rank must call the same layers in the same order, with the same "
                 "placement; beside a compiled one by schedule='serial'"
             )
-        largest, common, some = max(values_W), value, 0
-        for other in values_W:
-            common &= other
-            some |= other
-        self.promised = bool(common & 1)
-        return Part(routing.ids_TK, largest >> 4, bool(largest & 8), bool(common & 2), bool(some & 4))
+        part, self.promised = part_of(routing.ids_TK, values_W)
+        return part
 
     @property
     def about_rows(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,6 +55,22 @@ class Part(NamedTuple):
     def spares(self, nbytes: int) -> bool:
         """Whether to count rows first, which spares so many bytes of a layer's."""
         return self.backward and (self.many or nbytes >= SPARED)
+
+
+def word_of(tokens: int, backward: bool, many: bool, in_fp8: bool, promise: bool) -> int:
+    """The word by which a rank tells the others of its part. promise: of rows that fit."""
+    # The largest word has the `backward` bit of the rank with the most tokens.
+    return tokens << 4 | backward << 3 | many << 2 | in_fp8 << 1 | promise
+
+
+def part_of(ids_TK: Tensor, words_W: Sequence[int]) -> tuple[Part, bool]:
+    """The part of which ranks have told by these words, and whether all have promised rows that fit."""
+    largest, common, some = max(words_W), -1, 0
+    for word in words_W:
+        common &= word
+        some |= word
+    part = Part(ids_TK, largest >> 4, bool(largest & 8), bool(common & 2), bool(some & 4))
+    return part, bool(common & 1)
 
 
 class FewRows(NamedTuple):
