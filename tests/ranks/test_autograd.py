@@ -71,6 +71,14 @@ def checkpointed_reentrant(layer: Any, x_TD: Tensor) -> None:
     go_back(checkpoint(layer, x_TD, use_reentrant=True))
 
 
+def evaluated_before(layer: Any, x_TD: Tensor) -> None:
+    layer.eval()
+    with torch.inference_mode():
+        layer(x_TD)
+    layer.train()
+    plain(layer, x_TD)
+
+
 def with_hooks_of_modules(layer: Any, x_TD: Tensor) -> None:
     for module in (layer, layer.experts):
         module.register_full_backward_hook(lambda *_: None)
@@ -112,6 +120,7 @@ def test_gradients_are_those_of_a_plain_backward(pool: Pool, transport: str, sch
         saved_elsewhere,
         checkpointed,
         checkpointed_reentrant,
+        evaluated_before,
         with_hooks_of_modules,
         with_another_graph,
     ]

@@ -50,7 +50,8 @@ class Serial:
         if not keep:
             exchange.dispatcher.uncompiled = torch.is_grad_enabled()
         dispatched = exchange.dispatch(x_TD, routing, forms=experts.forms, promise=promise)
-        redispatch = None if keep else exchange.redispatching(x_TD, dispatched)
+        again = not keep and torch.is_grad_enabled()
+        redispatch = exchange.redispatching(x_TD, dispatched) if again else None
         observer, layer = exchange.observer, exchange.layer
         with observer.span("experts", layer=layer), redispatch or nullcontext():
             rows_RD = (
