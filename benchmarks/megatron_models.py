@@ -30,7 +30,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -275,7 +275,7 @@ def tasks_of(cases: str, ways: str) -> list[Task]:
     ]
 
 
-def main() -> None:
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--repeats", type=int, default=5, help="steps of a round")
@@ -283,21 +283,29 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--cases", default=",".join(CASES), help="model:program")
     parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--layers", type=int, help="so many of each model, in the place of what fits 141 GB")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds of one way")
     parser.add_argument("--seconds", type=float, default=900.0, help="begin no way after so many")
+    return parser
+
+
+def main() -> None:
+    parser = options()
     args = parser.parse_args()
     begun, world = time.monotonic(), torch.cuda.device_count()
     if world < 2:
         raise SystemExit("benchmarks/megatron_models.py needs two GPUs")
     words = [f"--{name}={value}" for name, value in vars(args).items() if value != parser.get_default(name)]
-    options = " ".join(word for word in words if not word.startswith("--out"))
-    command = "make gpu-bench NAME=megatron_models" + (f" ARGS='{options}'" if options else "")
+    said = " ".join(word for word in words if not word.startswith("--out"))
+    command = "make gpu-bench NAME=megatron_models" + (f" ARGS='{said}'" if said else "")
     os.environ.update(ENVIRONMENT)
     described = describe_run(command, measure_ceilings())
     described["versions"]["megatron-core"] = importlib.metadata.version("megatron-core")
-    torch.cuda.empty_cache()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     plan = Plan(
         world=world,
+        models={name: replace(model, layers=args.layers or model.layers) for name, model in MODELS.items()},
         microbatches=args.microbatches,
         repeats=args.repeats,
         limit=args.limit,

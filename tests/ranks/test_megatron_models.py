@@ -147,6 +147,7 @@ def test_the_command_writes_rows_as_ways_end(
 
 
 def plan_of(settings: dict[str, Any]) -> Plan:
+    assert {model.layers for model in settings.pop("models").values()} == {1, 4}
     return replace(tiny_plan(**settings | {"world": 2, "limit": 2.0}), around=Plan(world=2).around)
 
 
