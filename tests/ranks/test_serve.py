@@ -246,6 +246,7 @@ def test_no_graph_is_a_lever_where_there_are_none(tmp_path: Path) -> None:
         (["--json", "/dev/full"], "that is no file"),
         (["--report", "/dev/full"], "that is no file"),
         (["--json", __file__], "is no result file"),
+        (["--json", "rows", "--report", "./rows"], "--json is the same file"),
         (["--drafts", "16"], "an answer has 16 tokens"),
         (["--forced", "1"], "nothing is drafted"),
         (["--interval", "0"], "--interval is 0"),

@@ -103,7 +103,7 @@ def pareto_replayed(options: Options) -> Finding:
         differs=(
             "Replayed on a CPU, no loop on GPUs: the engine's scheduling over steps timed on "
             f"{'; '.join(where)}. Times between two lengths of caches are on a line through them, and beyond "
-            "the longest too.",
+            "the longest too; where one length was timed, a step takes as long behind any.",
             *((f"Loops that ran: {source}.",) if ratios else ()),
             "Qwen3-30B-A3B, and DeepSeek-V3's widths with 8 layers of experts, not DeepSeek-R1 on GB200s. "
             "Weights are random, so drafts are forced to count as right; each name says how many. On one GPU "

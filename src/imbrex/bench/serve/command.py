@@ -145,6 +145,8 @@ def _check_files(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} {path}: that is no file that can be written; give another")
     if args.json:
         check_results(args.json, QUESTION)
+        if args.report and Path(args.report).resolve() == Path(args.json).resolve():
+            raise ValueError(f"--report {args.report}: --json is the same file; give another")
 
 
 def held_bytes(args: argparse.Namespace) -> int:
