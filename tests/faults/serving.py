@@ -34,6 +34,22 @@ SERVING = [
         ("unit/test_capture.py::test_a_capture_made_in_inference_mode_serves_outside_of_it",),
     ),
     Fault(
+        "dropped-rows-go-on",
+        "serve/engine.py",
+        "requests that were dropped are decoded on the device to their end",
+        "        self.steps.state.remaining_Z.zero_()\n",
+        "",
+        ("unit/test_serve.py::test_dropped_requests_leave_an_engine_as_new",),
+    ),
+    Fault(
+        "a-window-before-all-are-served",
+        "bench/serve/loop.py",
+        "the first answers that end count while prompts of other users are not in yet",
+        "if self._last is None and all(of_user[0].arrivals for of_user in self.answers):",
+        "if self._last is None:",
+        ("unit/test_serve_replay.py::test_two_answers_of_a_user_tell_what_ten_do",),
+    ),
+    Fault(
         "a-lever-that-stays-on",
         "bench/serve/levers.py",
         "without chunks a prompt still runs in chunks",
