@@ -49,6 +49,12 @@ from imbrex.schedule.schedulers import Scheduler
 from imbrex.transport import Auto
 
 
+def _expect_size(what: str, name: str, value: int) -> None:
+    expect(f"{what}: {name}", value, (int,), "give a whole number")
+    if value < 1:
+        raise ValueError(f"{what}: {name} is {value}; it must be at least 1")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedExperts:
     """Experts that every token visits.
@@ -59,6 +65,9 @@ class SharedExperts:
 
     intermediate_size: int
     gated: bool = False
+
+    def __post_init__(self) -> None:
+        _expect_size("SharedExperts", "intermediate_size", self.intermediate_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,10 +89,7 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
-            value = getattr(self, name)
-            expect(f"MoEConfig: {name}", value, (int,), "give a whole number")
-            if value < 1:
-                raise ValueError(f"MoEConfig: {name} is {value}; it must be at least 1")
+            _expect_size("MoEConfig", name, getattr(self, name))
         expect("MoEConfig: gate", self.gate, (Gate,), "give an object, as in Gate(score='sigmoid')")
         expect("MoEConfig: shared", self.shared, (SharedExperts, NoneType), "give SharedExperts(...)")
         self.gate.check(self.num_experts, self.top_k)

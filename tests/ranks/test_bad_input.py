@@ -158,6 +158,47 @@ def test_no_tensor_stops_the_layer_on_all_ranks(pool: Pool, losses: Any) -> None
     assert own_works
 
 
+def run_forward_mode(ranks: Ranks, schedule: str) -> tuple[list[str], bool]:
+    """What ranks are told where the last one computes derivatives forward, which torch would drop without
+    gradients; and whether the next call works."""
+    config = imbrex.MoEConfig(hidden_size=4, intermediate_size=4, num_experts=4, top_k=1)
+    layer = imbrex.MoELayer(config, ranks.group, transport="alltoall", schedule=schedule).requires_grad_(
+        False
+    )
+    x, told = torch.ones(2, 4), []
+    for derive in (lambda: torch.func.jvp(layer, (x,), (x,)), lambda: torch.func.jacfwd(layer)(x)):
+        with pytest.raises(ValueError, match="derivatives are computed forward") as caught:
+            derive() if ranks.rank == ranks.world_size - 1 else layer(x)
+        told.append(str(caught.value))
+    return told, layer(x).shape == x.shape
+
+
+@pytest.mark.parametrize("schedule", ["serial", "optsche-2", "events"])
+def test_derivatives_do_not_come_forward_through_a_layer(pool: Pool, schedule: str) -> None:
+    for ranks in (1, 2):
+        for told, works in pool.run(ranks, run_forward_mode, schedule):
+            assert works
+            for said in told:
+                assert said.startswith(f"dispatch: on rank {ranks - 1}, derivatives are computed forward")
+                assert said.endswith("use backward(), torch.autograd.grad or jacobian")
+
+
+def run_on_meta(ranks: Ranks) -> tuple[str, bool]:
+    """What ranks are told of tokens on the meta device on the last one, and whether the next call works."""
+    config = imbrex.MoEConfig(hidden_size=4, intermediate_size=4, num_experts=4, top_k=1)
+    layer = imbrex.MoELayer(config, ranks.group, transport="alltoall")
+    x = torch.ones(2, 4)
+    with pytest.raises(ValueError, match="on rank 1, x, ids and weights must be on one device") as caught:
+        layer(x.to("meta") if ranks.rank == 1 else x)
+    return str(caught.value), layer(x).shape == x.shape
+
+
+def test_tokens_without_values_stop_the_layer_on_all_ranks(pool: Pool) -> None:
+    first, second = pool.run(2, run_on_meta)
+    assert first == second
+    assert first[1]
+
+
 def run_unequal_settings(ranks: Ranks, name: str) -> str:
     odd = ranks.rank == 1
     placement = from_slots(
@@ -191,6 +232,29 @@ def test_unequal_settings(pool: Pool, name: str) -> None:
         assert SETTINGS[name] in answer
         assert "rank 1 was given something else than rank 0" in answer
         assert "give every rank of the group the same" in answer
+
+
+def run_unequal_transports(ranks: Ranks, ours: str, theirs: str) -> tuple[str, float]:
+    """What the ranks are told whose transports are made in unequal ways, and a layer's sum behind it."""
+    config = imbrex.MoEConfig(hidden_size=D, intermediate_size=4, num_experts=E, top_k=K)
+    with pytest.raises(ValueError, match="Exchange: ranks disagree") as caught:
+        imbrex.MoELayer(config, ranks.group, transport=theirs if ranks.rank == 1 else ours, timeout=2.0)
+    layer = imbrex.MoELayer(config, ranks.group, timeout=2.0)
+    return str(caught.value), float(layer(torch.ones(2, D)).detach().isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [("auto", "allgather"), ("auto", "tiered"), ("auto", "nvlink"), ("hierarchical", "alltoall")],
+)
+def test_unequal_ways_to_make_a_transport(pool: Pool, ours: str, theirs: str) -> None:
+    """gloo ends a process, without a word of ours, where ranks meet in calls of unequal sizes."""
+    for here, (said, works) in zip(
+        (ours, theirs), pool.run(2, run_unequal_transports, ours, theirs), strict=True
+    ):
+        assert "about the transport: rank 1 was given something else than rank 0" in said
+        assert f"(here: {here}); give every rank of the group the same" in said
+        assert works
 
 
 class OneByteMore(Int8):

@@ -8,6 +8,7 @@ import io
 import pickle
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -384,3 +385,25 @@ def test_grouped_products_by_hand() -> None:
     assert rows.grad is not None
     assert weight.grad.flatten().tolist() == [3.0, 0.0, 6.0]
     assert rows.grad[:3].flatten().tolist() == [10.0, 10.0, 60.0]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        imbrex.sync_gradients,
+        imbrex.aux_loss,
+        lambda p: list(imbrex.expert_parameters(p)),
+        imbrex.ignore_in_ddp,
+    ],
+)
+def test_parameters_are_no_model(call: Any) -> None:
+    with pytest.raises(ValueError, match="generator is no model; give the module whose MoELayers hold"):
+        call(torch.nn.Linear(2, 2).parameters())
+
+
+@pytest.mark.parametrize("width", [0, -3, 2.5, "4", True])
+def test_sizes_of_shared_experts(width: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"SharedExperts: intermediate_size is .*; (give a whole|it must be)"
+    ):
+        imbrex.SharedExperts(intermediate_size=width)

@@ -20,6 +20,7 @@ from imbrex.contracts import VERSION, Backend, Geometry, Routing
 from imbrex.exchange.plan import chosen_twice
 from imbrex.runtime.checks import debug_is_on
 from imbrex.runtime.roll import UNEVEN
+from imbrex.runtime.tracing import forward_mode
 from imbrex.runtime.waits import RankLostError
 from imbrex.runtime.words import words
 from imbrex.transport.collective import Collective
@@ -66,6 +67,8 @@ PROBLEMS = {
     11: "weights have {0} dimensions and another shape than ids; give one for every choice, [{1}, {2}]",
     12: "the mask kept_TK is not on the device of x; move it there with .to(x.device)",
     13: "x is sparse or nested; give a plain tensor, as x.to_dense() or x.values() gives it",
+    14: "derivatives are computed forward (torch.func.jvp, jacfwd or forward_ad), and none of them crosses; "
+    "use backward(), torch.autograd.grad or jacobian",
 }
 """Sentences about a wrong input, by the number that a header carries; the details fill the braces."""
 
@@ -91,6 +94,8 @@ def find_problem(
     place: the device on which the transport takes rows, of which the type counts; `None`: any device.
     """
     ids, weights, width = routing.ids_TK, routing.weights_TK, geometry.hidden_size
+    if forward_mode():
+        return 14, 0, 0, 0
     if not is_plain(x_TD):
         return 13, 0, 0, 0
     tokens, choices = x_TD.shape, ids.shape

@@ -48,7 +48,7 @@ from imbrex.runtime.waits import refuse_lost
 from imbrex.runtime.words import words
 from imbrex.transport import Auto, Nvlink, Tiers
 from imbrex.transport import make as make_transport
-from imbrex.transport.collective import device_of
+from imbrex.transport.collective import Collective, device_of
 from imbrex.transport.nodes import launched_on
 
 
@@ -113,7 +113,14 @@ class Exchange:
             timeout=timeout,
             row_bytes=self.wire.dispatch.nbytes(hidden_size, dtype or torch.float32),
         )
-        self.transport, self.transport_reason = self._make_transport(not_nvlink=row_problem or dtype_problem)
+        why_not = row_problem or dtype_problem
+        if group is not None and self.world_size > 1:
+            # Makers of transports meet the other ranks each in its own way, and gloo ends a process for that.
+            kind = "auto" if automatic else transport if isinstance(transport, str) else "an object"
+            fits = "yes" if automatic and why_not is None else "no"
+            settings = {"the transport": kind, "whether nvlink would do (dtype, codec, sizes)": fits}
+            agree(Collective(group, timeout=timeout), settings, "Exchange")
+        self.transport, self.transport_reason = self._make_transport(not_nvlink=why_not)
         problem, observer = None, observer or Observer()
         try:
             self._check()

@@ -60,7 +60,7 @@ def sync_in_backward(model: nn.Module, *, dense: bool = True) -> BackwardSync:
     Raises ValueError where the model has no MoELayer, where FSDP shards what is summed, where ranks train
     other parameters than each other, or where this was called before and not ended by `remove()`.
     """
-    layers = moe_layers(model)
+    layers = moe_layers(model, "sync_in_backward")
     if not layers:
         raise ValueError("sync_in_backward: the model has no MoELayer; use DistributedDataParallel")
     if syncs_of(layers):

@@ -109,7 +109,7 @@ def in_step(model: nn.Module) -> Iterator[None]:
     communicates outside of its layers, and in a call of a model that is training: its backward would not be
     shared.
     """
-    layers = moe_layers(model)
+    layers = moe_layers(model, "in_step")
     if not layers or any(layer.exchange.transport.replicated for layer in layers):
         raise ValueError(
             "in_step: the model has no MoELayer, or one by transport 'allreduce', whose ranks have the same "

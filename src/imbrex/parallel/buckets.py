@@ -79,14 +79,20 @@ def groups_of_experts(layer: MoELayer) -> list[dist.ProcessGroup]:
     return [group for group in some if group is not None and group.size() > 1]
 
 
-def moe_layers(model: nn.Module) -> list[MoELayer]:
-    """The MoE layers of a model, in the order of its modules."""
+def moe_layers(model: nn.Module, what: str) -> list[MoELayer]:
+    """The MoE layers of a model, in the order of its modules. what: the function that is called, for the
+    ValueError where this is no module."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"{what}: {type(model).__name__} is no model; give the module whose MoELayers hold the "
+            "experts, not its parameters: which ranks hold the others, parameters do not say"
+        )
     return [module for module in model.modules() if isinstance(module, MoELayer)]
 
 
 def refuse_sharded(model: nn.Module, *, dense: bool) -> None:
     """Raise ValueError where FSDP shards what is summed here."""
-    experts = [p for layer in moe_layers(model) for p in layer.experts.parameters()]
+    experts = [p for layer in moe_layers(model, "sync_gradients") for p in layer.experts.parameters()]
     # DTensors: importing their class would cost every import of imbrex 0.3 s.
     if any(hasattr(parameter, "full_tensor") for parameter in experts):
         raise ValueError(

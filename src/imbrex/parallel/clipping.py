@@ -32,12 +32,7 @@ def clip_grad_norm_(
     Raises ValueError where `model` is no module; RuntimeError where the norm is not finite and
     `error_if_nonfinite` is set.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"clip_grad_norm_: {type(model).__name__} is no model; give the module whose MoELayers hold the "
-            "experts, not its parameters: which ranks hold the others, parameters do not say"
-        )
-    order, layers = float(norm_type), moe_layers(model)
+    order, layers = float(norm_type), moe_layers(model, "clip_grad_norm_")
     experts = {id(parameter) for parameter in expert_parameters(model)}
     shared = [p.grad for p in model.parameters() if id(p) not in experts and p.grad is not None]
     ours = {id(layer): expert_gradients(layer) for layer in layers}

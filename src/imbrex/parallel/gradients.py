@@ -25,7 +25,7 @@ from imbrex.parallel.buckets import (
 def expert_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     """Parameters that are different experts on different ranks. Keep them out of data parallelism:
     `fully_shard(model, ignored_params=set(imbrex.expert_parameters(model)))`, or `ignore_in_ddp(model)`."""
-    for layer in moe_layers(model):
+    for layer in moe_layers(model, "expert_parameters"):
         yield from layer.experts.parameters()
 
 
@@ -38,7 +38,7 @@ def ignore_in_ddp(model: nn.Module) -> None:
 
 def aux_loss(model: nn.Module) -> Tensor | float:
     """The auxiliary losses of all MoE layers at their last call, times their coefficients, summed."""
-    return sum((layer.aux_loss() for layer in moe_layers(model)), 0.0)
+    return sum((layer.aux_loss() for layer in moe_layers(model, "aux_loss")), 0.0)
 
 
 @torch.no_grad()
@@ -55,7 +55,7 @@ def sync_gradients(model: nn.Module, *, dense: bool = True) -> None:
     Raises ValueError where FSDP shards what is to be summed here, and on every rank where ranks train other
     parameters than each other; what `MoELayer.check` raises where a call of a layer has failed.
     """
-    layers = moe_layers(model)
+    layers = moe_layers(model, "sync_gradients")
     if not layers:
         warnings.warn("sync_gradients: the model has no MoELayer, so nothing is done", stacklevel=3)
         return

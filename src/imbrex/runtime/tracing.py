@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import function
+from torch.autograd import forward_ad, function
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 __all__ = ["in_trace_too"]
@@ -36,6 +36,12 @@ def seen(*tensors: Tensor | None) -> bool:
         if tensor is not None and type(tensor) not in _PLAIN:
             return True
     return False
+
+
+def forward_mode() -> bool:
+    """Whether derivatives are computed along with values, as by `torch.func.jvp`. Without gradients nothing
+    of torch's would refuse it, and moves that write into memory drop such derivatives."""
+    return forward_ad._current_level >= 0
 
 
 class Node(torch.autograd.Function):
@@ -88,8 +94,8 @@ def differentiated(*tensors: Tensor | None) -> bool:
 
 def autocast_on(x: Tensor) -> bool:
     """Whether autocast is on for the device of `x`. The text of a device's type is made anew every time,
-    which takes the host longer than the question."""
-    return torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type)
+    which takes the host longer than the question. Tokens on `meta`, which nobody computes, have none."""
+    return not x.is_meta and torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type)
 
 
 def autocast_now(kind: str) -> Callable[[], Any]:
