@@ -102,8 +102,7 @@ class Exchange:
         )
         row_problem, dtype_problem = why_not_nvlink(self.geometry, self.wire), why_not_dtype(dtype)
         automatic = isinstance(transport, Auto) or transport == "auto"
-        asks_dtype = self.world_size > 1 and automatic
-        self._missed_for_dtype = asks_dtype and row_problem is None and dtype_problem is not None
+        self._missed_for_dtype = automatic and self.world_size > 1 and not row_problem and bool(dtype_problem)
         self._make_transport = partial(
             make_transport,
             transport,
@@ -113,14 +112,8 @@ class Exchange:
             timeout=timeout,
             row_bytes=self.wire.dispatch.nbytes(hidden_size, dtype or torch.float32),
         )
-        why_not = row_problem or dtype_problem
-        if group is not None and self.world_size > 1:
-            # Makers of transports meet the other ranks each in its own way, and gloo ends a process for that.
-            kind = "auto" if automatic else transport if isinstance(transport, str) else "an object"
-            fits = "yes" if automatic and why_not is None else "no"
-            settings = {"the transport": kind, "whether nvlink would do (dtype, codec, sizes)": fits}
-            agree(Collective(group, timeout=timeout), settings, "Exchange")
-        self.transport, self.transport_reason = self._make_transport(not_nvlink=why_not)
+        _agree_on_transport(Collective(group, timeout=timeout), transport, row_problem or dtype_problem)
+        self.transport, self.transport_reason = self._make_transport(not_nvlink=row_problem or dtype_problem)
         problem, observer = None, observer or Observer()
         try:
             self._check()
@@ -454,6 +447,15 @@ def _why_not_addend(addend: Tensor, rows_RD: Tensor, tokens: int, maker: Dispatc
     if addend.dtype not in maker.dtypes:
         return f"the addend is {addend.dtype}; give {' or '.join(map(str, maker.dtypes))}"
     return None
+
+
+def _agree_on_transport(group: Collective, transport: str | Backend | Auto, not_nvlink: str | None) -> None:
+    """Raise ValueError on every rank where transports are not made alike: each of them meets the other ranks
+    in its own way, and where messages are of unequal sizes gloo ends the process."""
+    kind = transport if isinstance(transport, str) else "auto" if isinstance(transport, Auto) else "an object"
+    fits = "yes" if kind == "auto" and not_nvlink is None else "no"
+    settings = {"the transport": kind, "whether nvlink would do (dtype, codec, sizes)": fits}
+    agree(group, settings, "Exchange")
 
 
 def _may_choose_again(group: dist.ProcessGroup) -> bool:
