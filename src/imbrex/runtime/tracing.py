@@ -16,6 +16,7 @@ __all__ = ["in_trace_too"]
 
 Backward = Callable[..., Any]
 _PLAIN = (Tensor, torch.nn.Parameter)
+_FORWARD = vars(forward_ad)
 
 
 def traced(*tensors: Tensor | None) -> bool:
@@ -41,7 +42,7 @@ def seen(*tensors: Tensor | None) -> bool:
 def forward_mode() -> bool:
     """Whether derivatives are computed along with values, as by `torch.func.jvp`. Without gradients nothing
     of torch's would refuse it, and moves that write into memory drop such derivatives."""
-    return forward_ad._current_level >= 0
+    return _FORWARD["_current_level"] >= 0
 
 
 class Node(torch.autograd.Function):
