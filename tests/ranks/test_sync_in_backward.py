@@ -120,7 +120,7 @@ def run_in_place(ranks: Ranks) -> tuple[list[int], list[bool]]:
     model = Model(CASE, ranks.group)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "BUCKET_BYTES", model.last.weight.nbytes)
-        found = buckets.buckets_of(model, buckets.moe_layers(model), dense=True)
+        found = buckets.buckets_of(model, buckets.moe_layers(model, "a test"), dense=True)
     dense = [bucket for bucket in found if not bucket.experts]
     model.first.weight.grad = torch.zeros_like(model.first.weight).t()
     alone = [bucket for bucket in dense if len(bucket.parameters) == 1]
