@@ -379,3 +379,31 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_written(tmp_path):
         with pytest.raises(ValueError, match=said):
             checkpoint.save(tmp_path, model, optimizer, step, extra, keep=keep)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_optimizers_that_keep_no_value_for_each_of_the_parameters(tmp_path):
+    model, optimizer = build(optimizer=torch.optim.Adafactor)
+    step(model, optimizer)
+    said = r"Adafactor keeps row_var of 1.experts.gate_up_proj as \[3, 16, 1\], not for each of its values"
+    whole = torch.optim.LBFGS(model.parameters())
+    for what, other, words in (
+        (model, optimizer, said),
+        (
+            model,
+            whole,
+            "checkpoint: LBFGS keeps no state for each parameter; give another optimizer of torch's, or",
+        ),
+        (model, [optimizer], "checkpoint: list keeps no state for each parameter"),
+        (
+            model.state_dict(),
+            optimizer,
+            "checkpoint: OrderedDict is no model; give the module, not its state_dict",
+        ),
+    ):
+        with pytest.raises((ValueError, OSError), match=words):
+            checkpoint.save(tmp_path, what, other, 1)
+    assert checkpoint.latest(tmp_path) is None
+    checkpoint.save(tmp_path, model, None, 2)
+    with pytest.raises(ValueError, match="checkpoint: LBFGS keeps no state"):
+        checkpoint.load_latest(tmp_path, model, whole)
+    checkpoint.load_latest(tmp_path, model)

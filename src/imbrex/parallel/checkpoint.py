@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from imbrex.guards import PartialStateWarning
 from imbrex.parallel import checkpoint_files as files
@@ -226,6 +226,15 @@ def _share(names: list[str], group: dist.ProcessGroup | None) -> list[str]:
 
 def _state_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Any], dict[str, Layout]]:
     """The state that DCP saves or fills, and the layouts of the logical tensors in it by flattened name."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"checkpoint: {type(model).__name__} is no model; give the module, not its state_dict"
+        )
+    if isinstance(optimizer, LBFGS) or not isinstance(optimizer, Optimizer | None):
+        raise ValueError(
+            f"checkpoint: {type(optimizer).__name__} keeps no state for each parameter; give another "
+            "optimizer of torch's, or None to save and load the model alone"
+        )
     of_parameter = layouts(model)
     with _all_ranks_write():
         model_state, optimizer_state = get_state_dict(model, [] if optimizer is None else [optimizer])
@@ -238,6 +247,12 @@ def _state_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, 
         for key, value in slots.get(name, {}).items():
             # Moments have the parameter's shape; a step count has none.
             if isinstance(value, torch.Tensor) and value.dim() == len(layout.shape):
+                if value.shape != model_state[name].shape:
+                    raise ValueError(
+                        f"checkpoint: {type(optimizer).__name__} keeps {key} of {name} as "
+                        f"{list(value.shape)}, not for each of its values {list(model_state[name].shape)}; "
+                        "give optimizer=None to save the model alone, or train experts by another optimizer"
+                    )
                 where[f"optimizer.state.{name}.{key}"] = layout
     return state, where
 
