@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -386,7 +387,7 @@ def test_optimizers_that_keep_no_value_for_each_of_the_parameters(tmp_path):
     step(model, optimizer)
     said = r"Adafactor keeps row_var of 1.experts.gate_up_proj as \[3, 16, 1\], not for each of its values"
     whole = torch.optim.LBFGS(model.parameters())
-    for what, other, words in (
+    cases: tuple[tuple[Any, Any, str], ...] = (
         (model, optimizer, said),
         (
             model,
@@ -399,8 +400,9 @@ def test_optimizers_that_keep_no_value_for_each_of_the_parameters(tmp_path):
             optimizer,
             "checkpoint: OrderedDict is no model; give the module, not its state_dict",
         ),
-    ):
-        with pytest.raises((ValueError, OSError), match=words):
+    )
+    for what, other, words in cases:
+        with pytest.raises(ValueError, match=words):
             checkpoint.save(tmp_path, what, other, 1)
     assert checkpoint.latest(tmp_path) is None
     checkpoint.save(tmp_path, model, None, 2)

@@ -247,14 +247,20 @@ def _state_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, 
         for key, value in slots.get(name, {}).items():
             # Moments have the parameter's shape; a step count has none.
             if isinstance(value, torch.Tensor) and value.dim() == len(layout.shape):
-                if value.shape != model_state[name].shape:
-                    raise ValueError(
-                        f"checkpoint: {type(optimizer).__name__} keeps {key} of {name} as "
-                        f"{list(value.shape)}, not for each of its values {list(model_state[name].shape)}; "
-                        "give optimizer=None to save the model alone, or train experts by another optimizer"
-                    )
+                _refuse_factors(optimizer, f"{key} of {name}", value, model_state[name])
                 where[f"optimizer.state.{name}.{key}"] = layout
     return state, where
+
+
+def _refuse_factors(optimizer: object, what: str, value: torch.Tensor, parameter: Any) -> None:
+    """Raise ValueError where an optimizer does not keep a value for each of a parameter's, as Adafactor,
+    whose means over a dimension are no pieces of a logical tensor."""
+    if value.shape != parameter.shape:
+        raise ValueError(
+            f"checkpoint: {type(optimizer).__name__} keeps {what} as {list(value.shape)}, not for each of "
+            f"its values {list(parameter.shape)}; give optimizer=None to save the model alone, or train experts "
+            "by another optimizer"
+        )
 
 
 @contextmanager
