@@ -1,6 +1,6 @@
 """Refuses a step on gradients of a call that failed, and tells, once, of gradients that are taken the wrong
 way: by an optimizer before `sync_gradients` has seen them, or by torch's own clipping, which sees other
-experts on every rank.
+experts on every rank; and of losses that have none.
 
 Each rank would go its own way, silently: gates, shared experts and replicas drift apart.
 """
@@ -130,6 +130,17 @@ def _look_at_clipping(parameters: list[Tensor]) -> None:
             "the gradients of weights that they share by different factors, and these drift apart: call "
             "imbrex.clip_grad_norm_(model, max_norm)",
             stacklevel=5,
+        )
+
+
+def look_at_losses(total: Tensor, weight: Tensor) -> None:
+    """Warn of losses of a gate that trains, asked for where gradients are on, whose call had none."""
+    if torch.is_grad_enabled() and weight.requires_grad and not total.requires_grad:
+        warnings.warn(
+            "aux_loss: the layer's last call ran without gradients, so its losses train nothing: under "
+            "torch.no_grad(), or under torch.utils.checkpoint with use_reentrant=True; give "
+            "use_reentrant=False",
+            stacklevel=4,
         )
 
 

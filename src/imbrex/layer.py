@@ -237,7 +237,12 @@ class MoELayer(nn.Module):
 
     def aux_loss(self) -> Tensor | float:
         """The sum of the auxiliary losses of the last call, each times its coefficient."""
-        return 0.0 if self.routing is None else self.gate.losses.total(self.routing.losses)
+        if self.routing is None:
+            return 0.0
+        total = self.gate.losses.total(self.routing.losses)
+        if self.training and self.routing.losses and not torch.compiler.is_compiling():
+            guards.look_at_losses(total, self.gate.weight)
+        return total
 
     @property
     def reasons(self) -> dict[str, str]:

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,11 +17,12 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import imbrex
 from imbrex import contracts
 from imbrex.codec.int8 import Int8
-from imbrex.contracts import Output, Routing, RowExchange
+from imbrex.contracts import Dispatched, Output, Routing, RowExchange, RowForm
 from imbrex.exchange import autograd
 from imbrex.experts import experts, products
 from imbrex.experts.experts import Experts, Shard
@@ -407,3 +409,50 @@ def test_sizes_of_shared_experts(width: Any) -> None:
         ValueError, match=r"SharedExperts: intermediate_size is .*; (give a whole|it must be)"
     ):
         imbrex.SharedExperts(intermediate_size=width)
+
+
+def test_losses_of_a_call_without_gradients_are_told() -> None:
+    """torch's older way to checkpoint runs the forward without gradients, and hands on its result alone."""
+    layer, x = make(losses=imbrex.AuxLosses(z=0.1)), torch.randn(3, 8, requires_grad=True)
+    checkpoint(layer, x, use_reentrant=True)
+    with pytest.warns(UserWarning, match="its losses train nothing: .*; give use_reentrant=False"):
+        imbrex.aux_loss(layer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():
+            imbrex.aux_loss(layer)
+        imbrex.aux_loss(layer.eval())
+        checkpoint(layer.train(), x, use_reentrant=False)
+        imbrex.aux_loss(layer)
+        checkpoint(make(), x, use_reentrant=True)
+        layer.gate.requires_grad_(False)
+        checkpoint(layer, x, use_reentrant=True)
+        imbrex.aux_loss(layer)
+
+
+class Pair(torch.nn.Module):
+    """Experts that give more than rows."""
+
+    applies_weights, forms = False, (RowForm.ROWS,)
+
+    def forward(self, dispatched: Dispatched) -> tuple[Tensor, None]:
+        return dispatched.rows_RD, None
+
+
+def test_what_is_no_tensor_routing_or_handle() -> None:
+    layer, x = make(), torch.randn(3, 8)
+    layer(x)
+    exchange, routing = layer.exchange, layer.routing
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...], str]] = [
+        (exchange.dispatch, (x, (1, 2)), "dispatch: x is a Tensor, its routing a tuple; give tokens"),
+        (
+            exchange.begin_dispatch,
+            (None, routing),
+            "dispatch: x is a NoneType, its routing a Routing; give",
+        ),
+        (exchange.combine, (x, None), "combine: rows are a Tensor, their handle a NoneType; give one tensor"),
+        (make(experts=Pair()), (x,), "combine: rows are a tuple, their handle a Handle; give one tensor"),
+    ]
+    for call, arguments, said in calls:
+        with pytest.raises(TypeError, match=said):
+            call(*arguments)

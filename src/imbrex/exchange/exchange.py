@@ -303,6 +303,11 @@ class Exchange:
         self._agree(layer, None)
 
     def _check_devices(self, x_TD: Tensor, routing: Routing) -> None:
+        if not isinstance(x_TD, Tensor) or not isinstance(routing, Routing):
+            raise TypeError(
+                f"dispatch: x is a {type(x_TD).__name__}, its routing a {type(routing).__name__}; give "
+                "tokens [T, D] and imbrex.Routing(ids_TK=..., weights_TK=...)"
+            )
         if self._missed_for_dtype:
             self._tell_of_dtype(x_TD.dtype, x_TD.device.type)
         if not x_TD.device == routing.ids_TK.device == routing.weights_TK.device:
@@ -369,6 +374,11 @@ class Exchange:
     ) -> None:
         """Raise ValueError if `combine` cannot sum these rows; on every rank if `together`. Over NCCL ranks
         tell each other only at the first combine."""
+        if not isinstance(rows_RD, Tensor) or not isinstance(handle, Handle):
+            raise TypeError(
+                f"combine: rows are a {type(rows_RD).__name__}, their handle a {type(handle).__name__}; "
+                "give one tensor, a row for every row of the dispatch, and the handle that came with them"
+            )
         problem = self._why_not_rows(rows_RD, handle, addend)
         together = together and not handle.promised
         if together and not (rows_RD.is_cuda and torch.cuda.is_current_stream_capturing()):
