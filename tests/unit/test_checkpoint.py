@@ -387,7 +387,7 @@ def test_optimizers_that_keep_no_value_for_each_of_the_parameters(tmp_path):
     step(model, optimizer)
     said = r"Adafactor keeps row_var of 1.experts.gate_up_proj as \[3, 16, 1\], not for each of its values"
     whole = torch.optim.LBFGS(model.parameters())
-    cases: tuple[tuple[Any, Any, str], ...] = (
+    cases: list[tuple[Any, Any, str]] = [
         (model, optimizer, said),
         (
             model,
@@ -400,7 +400,7 @@ def test_optimizers_that_keep_no_value_for_each_of_the_parameters(tmp_path):
             optimizer,
             "checkpoint: OrderedDict is no model; give the module, not its state_dict",
         ),
-    )
+    ]
     for what, other, words in cases:
         with pytest.raises(ValueError, match=words):
             checkpoint.save(tmp_path, what, other, 1)

@@ -258,8 +258,8 @@ def _refuse_factors(optimizer: object, what: str, value: torch.Tensor, parameter
     if value.shape != parameter.shape:
         raise ValueError(
             f"checkpoint: {type(optimizer).__name__} keeps {what} as {list(value.shape)}, not for each of "
-            f"its values {list(parameter.shape)}; give optimizer=None to save the model alone, or train experts "
-            "by another optimizer"
+            f"its values {list(parameter.shape)}; give optimizer=None to save the model alone, or train "
+            "experts by another optimizer"
         )
 
 
