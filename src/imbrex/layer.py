@@ -121,6 +121,8 @@ class MoELayer(nn.Module):
     """Whether another layer, a copy of this one or its original, uses the same exchange."""
     mean_over = 1
     """A power of two by which the experts' gradients are divided; `imbrex.parallel.backward` sets it."""
+    backward_sync: Any = None
+    """The `BackwardSync` that sums gradients while the backward runs; `imbrex.parallel.backward` sets it."""
 
     def __init__(
         self,
@@ -291,7 +293,7 @@ class MoELayer(nn.Module):
         routing yet. The copy is only good for the placement that the original has now."""
         for shared in (self.ranks, self.strategy, self.token_groups):
             memo[id(shared)] = shared
-        memo[id(self.routing)] = None
+        memo[id(self.routing)] = memo[id(self.backward_sync)] = None
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__setstate__(deepcopy(self.__dict__, memo))
         copied.is_copy = copied.shares_exchange = self.shares_exchange = True

@@ -3,6 +3,9 @@ every rank, whatever ranks use."""
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -168,6 +171,30 @@ def run_refused(ranks: Ranks) -> list[str]:
     attempt(lambda: sync_in_backward(nn.Linear(2, 2)))
     dist.barrier(ranks.group)
     return said
+
+
+def run_and_forget(ranks: Ranks) -> list[bool]:
+    """Which parameters of a model are left when it is gone, and how a copy of it was made meanwhile."""
+    model = Model(CASE, ranks.group)
+    sync_in_backward(model)
+    copied = copy.deepcopy(model)
+    train(model, ranks, replace(CASE, tokens=(5, 3)), sync_of(model), clip=False)
+    assert all(layer.backward_sync is None for layer in copied.layers)
+    references = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model
+    gc.collect()
+    return [reference() is not None for reference in references]
+
+
+def sync_of(model: Model) -> Any:
+    layer: Any = model.layers[0]
+    return layer.backward_sync
+
+
+def test_a_model_that_is_gone_leaves_nothing(pool: Pool) -> None:
+    """Whoever drops what `sync_in_backward` returned has a model that sums, and frees it with its name."""
+    for left in pool.run(2, run_and_forget):
+        assert not any(left)
 
 
 def test_what_is_refused(pool: Pool) -> None:

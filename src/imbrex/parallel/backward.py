@@ -47,8 +47,6 @@ from imbrex.transport.groups import group_beside
 __all__ = ["sync_in_backward"]
 """The name for adapters."""
 
-_by_layer: weakref.WeakKeyDictionary[MoELayer, weakref.ref[BackwardSync]] = weakref.WeakKeyDictionary()
-
 
 def sync_in_backward(model: nn.Module, *, dense: bool = True) -> BackwardSync:
     """Sum gradients of `model` over ranks while the backward runs, and divide the experts' on the way, from
@@ -72,7 +70,7 @@ def sync_in_backward(model: nn.Module, *, dense: bool = True) -> BackwardSync:
     refuse_unequal(layers, buckets, dense=dense)
     sync = BackwardSync(layers, buckets, dense=dense)
     for layer in layers:
-        _by_layer[layer] = weakref.ref(sync)
+        layer.backward_sync = sync
         ranks = num_token_ranks(layer)
         layer.mean_over = ranks & -ranks
     return sync
@@ -80,13 +78,13 @@ def sync_in_backward(model: nn.Module, *, dense: bool = True) -> BackwardSync:
 
 def syncs_of(layers: Sequence[MoELayer]) -> list[BackwardSync]:
     """Every `BackwardSync` of these layers, each once."""
-    known = (_by_layer.get(layer) for layer in layers)
-    alive = (None if reference is None else reference() for reference in known)
-    return list({id(sync): sync for sync in alive if sync is not None and sync.is_on}.values())
+    known = (layer.backward_sync for layer in layers)
+    return list({id(sync): sync for sync in known if sync is not None and sync.is_on}.values())
 
 
 class BackwardSync:
-    """Sums buckets in the backward, from when it is made until `remove()`; see `sync_in_backward`."""
+    """Sums buckets in the backward, from when it is made until `remove()`; see `sync_in_backward`. Layers
+    hold it, and hooks do not: torch never frees a parameter with a hook that knows it."""
 
     def __init__(self, layers: list[MoELayer], buckets: list[Bucket], *, dense: bool) -> None:
         self.layers, self.buckets, self.dense, self.is_on = layers, buckets, dense, True
@@ -142,10 +140,12 @@ class BackwardSync:
     def _hook(self, number: int) -> Callable[[Tensor], None]:
         """Make the hook that torch calls when it has added to the gradient of a parameter of bucket
         `number`."""
+        reference = weakref.ref(self)
 
         def came(parameter: Tensor) -> None:
-            if not self._paused:
-                self._came_to(number, parameter)
+            sync = reference()
+            if sync is not None and not sync._paused:
+                sync._came_to(number, parameter)
 
         return came
 
