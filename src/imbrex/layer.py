@@ -213,7 +213,10 @@ class MoELayer(nn.Module):
         if output.kept_TK is not None:
             routing = routing.keep(output.kept_TK)
         object.__setattr__(self, "routing", routing)
-        return output.y_TD if flat else output.y_TD.view_as(x)
+        y_TD = output.y_TD
+        if y_TD.dtype is not x_TD.dtype:  # of somebody's own experts
+            y_TD = y_TD.to(x_TD.dtype)
+        return y_TD if flat else y_TD.view_as(x)
 
     def _observed(self, x_TD: Tensor, **how: Any) -> Routing:
         """The gate's routing, with a span, and counters of what it says."""

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import imbrex
 from imbrex.cli import main
-from imbrex.placement import read_plan
+from imbrex.placement import from_slots, read_plan, split_evenly
 from tests.ranks.layer_jobs import Case, run_layer
-from tests.ranks.pool import Pool
+from tests.ranks.pool import Pool, Ranks
 from tests.ranks.reference import expert_gradient, run_reference
 
 SMALL = imbrex.MoEConfig(hidden_size=13, intermediate_size=24, num_experts=6, top_k=3)
@@ -116,3 +116,42 @@ def test_loop_and_grouped_agree(pool: Pool) -> None:
         assert relative(grouped["y"], loop["y"]) < 1e-6
         for name, grad in loop["grads"].items():
             assert relative(grouped["grads"][name], grad) < 1e-6, name
+
+
+def shares_nothing(counts_WE: Tensor, placement: imbrex.Placement) -> Tensor:
+    return torch.zeros(len(counts_WE), placement.num_slots, dtype=torch.int64)
+
+
+def takes_back(counts_WE: Tensor, placement: imbrex.Placement) -> Tensor:
+    split_WS = split_evenly(counts_WE, placement)
+    split_WS[:, 0] -= 1000
+    split_WS[:, 5] += 1000
+    return split_WS
+
+
+WRONG = {
+    "nothing": (shares_nothing, "shares_nothing gave numbers below 0, for spare slots, or that do not sum"),
+    "back": (takes_back, "takes_back gave numbers below 0"),
+    "none": (lambda counts, place: None, "<lambda> gave a NoneType in the place of int64 [W, S], here ["),
+    "kind": (lambda counts, place: counts[:, :2].float(), "gave a torch.float32 ["),
+}
+
+
+def run_wrong_split(ranks: Ranks, wrong: str, transport: str) -> tuple[str, bool]:
+    """What a rank is told of a split that is wrong, and whether another works behind it. Expert 0 has two
+    slots, the first and the sixth."""
+    config = imbrex.MoEConfig(hidden_size=4, intermediate_size=4, num_experts=5, top_k=2)
+    place: Any = {"placement": from_slots([[0, 1, 2], [3, 4, 0]], 5), "transport": transport, "timeout": 2.0}
+    layer, x = imbrex.MoELayer(config, ranks.group, split=WRONG[wrong][0], **place), torch.ones(3, 4)
+    with pytest.raises(ValueError, match=r"^split: .* gave .*; imbrex.testing.check_split checks") as caught:
+        layer(x)
+    right = imbrex.MoELayer(config, ranks.group, split=lambda *counts: split_evenly(*counts), **place)
+    return str(caught.value), right(x).shape == x.shape
+
+
+@pytest.mark.parametrize("transport", ["alltoall", "allreduce"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_split_that_is_wrong_is_every_ranks_error(pool: Pool, wrong: str, transport: str) -> None:
+    for said, works in pool.run(2, run_wrong_split, wrong, transport):
+        assert WRONG[wrong][1] in said
+        assert works

@@ -430,6 +430,24 @@ def test_losses_of_a_call_without_gradients_are_told() -> None:
         imbrex.aux_loss(layer)
 
 
+class Wide(torch.nn.Module):
+    """Experts that give rows of another dtype than they get."""
+
+    applies_weights, forms = False, (RowForm.ROWS,)
+
+    def forward(self, dispatched: Dispatched) -> Tensor:
+        return dispatched.rows_RD.double()
+
+
+@pytest.mark.parametrize("schedule", ["serial", "optsche-2"])
+def test_outputs_have_the_dtype_of_tokens_whatever_own_experts_give(schedule: str) -> None:
+    layer, x = make(experts=Wide(), schedule=schedule), torch.randn(3, 8, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y, x)  # two weights of a token sum to 1
+
+
 class Pair(torch.nn.Module):
     """Experts that give more than rows."""
 

@@ -43,6 +43,7 @@ from imbrex.exchange.nvlink_fit import why_not_dtype, why_not_nvlink
 from imbrex.exchange.tiered import TieredDispatcher
 from imbrex.observe import Observer
 from imbrex.placement import make_split, split_evenly
+from imbrex.placement.split import checked
 from imbrex.runtime.checks import NOT_PICKLED, piece
 from imbrex.runtime.waits import refuse_lost
 from imbrex.runtime.words import words
@@ -96,7 +97,7 @@ class Exchange:
             tensor_parallel=tensor_parallel,
             hidden_size=hidden_size,
             top_k=top_k,
-            split=make_split(split),
+            split=checked(make_split(split)),
             alignment=alignment,
             rows_per_slot=rows_per_slot,
         )

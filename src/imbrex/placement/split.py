@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,8 +50,42 @@ SPLITS: dict[str, Split] = {"balanced": split_balanced, "even": split_evenly, "n
 
 def make_split(split: str | Split) -> Split:
     """A split by name, or the function itself. Raises ValueError that lists the known names."""
-    if not isinstance(split, str):
+    if isinstance(split, str) and split in SPLITS:
+        return SPLITS[split]
+    if isinstance(split, str) or not callable(split):
+        raise ValueError(f"split: {split!r} is not known; use one of {', '.join(SPLITS)}, or a function")
+    return split
+
+
+def checked(split: Split) -> Split:
+    """The split, whose every answer is checked if it is somebody's own: by a wrong one ranks would wait for
+    rows that nobody sends. The answer is the same on all ranks, and so is the ValueError."""
+    if split in SPLITS.values():
         return split
-    if split not in SPLITS:
-        raise ValueError(f"split: {split!r} is not known; use one of {', '.join(SPLITS)}")
-    return SPLITS[split]
+    name = getattr(split, "__name__", type(split).__name__)
+
+    def ask(counts_WE: Tensor, placement: Placement) -> Tensor:
+        split_WS: Any = split(counts_WE, placement)
+        reason = _why_not(split_WS, counts_WE, placement)
+        if reason is not None:
+            raise ValueError(f"split: {name} gave {reason}; imbrex.testing.check_split checks a split")
+        return split_WS
+
+    ask.__name__ = name
+    return ask
+
+
+def _why_not(split_WS: Any, counts_WE: Tensor, placement: Placement) -> str | None:
+    """The fault of a split of counts, or `None`."""
+    expected = (len(counts_WE), placement.num_slots), torch.int64
+    if not isinstance(split_WS, Tensor) or (tuple(split_WS.shape), split_WS.dtype) != expected:
+        actual = type(split_WS).__name__
+        if isinstance(split_WS, Tensor):
+            actual = f"{split_WS.dtype} {list(split_WS.shape)}"
+        return f"a {actual} in the place of int64 [W, S], here {list(expected[0])}"
+    experts_S, _, _ = _replicas(placement, counts_WE.device)
+    shares_WE = torch.zeros_like(counts_WE).index_add_(1, experts_S.clamp(min=0), split_WS * (experts_S >= 0))
+    wrong_WS = (split_WS < 0) | (split_WS > 0) & (experts_S < 0)
+    if not torch.equal(shares_WE, counts_WE) or bool(wrong_WS.any()):
+        return "numbers below 0, for spare slots, or that do not sum to an expert's choices of a rank"
+    return None
