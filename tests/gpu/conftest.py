@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,8 @@ from tests.gpu.sanitizer import compile_for_racecheck
 from tests.ranks.pool import Pool
 
 compile_for_racecheck()
+# Without it torch refuses products where a test asks for deterministic operators.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @pytest.fixture(scope="module")

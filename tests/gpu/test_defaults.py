@@ -1,4 +1,5 @@
-"""Whatever torch's default dtype and device are, the kernels' results are the same to the bit."""
+"""Whatever torch's default dtype and device are, and where only deterministic operators may run, the kernels'
+results are the same to the bit."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tests.ranks.test_defaults import Under, defaults, same
 from tests.ranks.test_layer import largest_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
-KINDS = ["bfloat16", "float64", "cuda"]
+KINDS = ["bfloat16", "float64", "cuda", "deterministic"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -24,22 +24,26 @@ from tests.ranks.pool import Pool, Ranks
 from tests.ranks.test_deep_ep import TOKENS
 from tests.ranks.test_deep_ep_nvlink import over_nvlink
 
-KINDS = ["bfloat16", "float64", "meta"]
+KINDS = ["bfloat16", "float64", "meta", "deterministic"]
 
 
 @contextmanager
 def defaults(kind: str) -> Iterator[None]:
-    """Torch's default dtype, or device, of a user who set it."""
+    """Torch's default dtype or device, of a user who set it; or deterministic operators alone, where memory
+    that nobody wrote is NaN."""
     dtype = torch.get_default_dtype()
     try:
         if kind in ("meta", "cuda"):
             torch.set_default_device(kind)
+        elif kind == "deterministic":
+            torch.use_deterministic_algorithms(True)
         else:
             torch.set_default_dtype(getattr(torch, kind))
         yield
     finally:
         torch.set_default_dtype(dtype)
         torch.set_default_device(None)
+        torch.use_deterministic_algorithms(False)
 
 
 def run_under(ranks: Ranks, kind: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
