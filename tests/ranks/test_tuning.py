@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
 
 import imbrex
 from imbrex.cli import main
@@ -42,6 +44,27 @@ def run_once(
         layer = make_layer(case, ranks.group)
         layer(tokens_of(case, ranks.rank))
         return len(counted), layer.reasons["schedule"]
+
+
+def run_first_checkpointed(ranks: Ranks, schedule: str) -> list[bool]:
+    """Whether a first call that activation checkpointing runs, with its measurements, and the second give
+    the gradients of a plain third."""
+    config = imbrex.MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2)
+    layer = imbrex.MoELayer(config, ranks.group, schedule=schedule)
+    x_TD, gradients = torch.randn(12, 8, requires_grad=True), []
+    for call in range(3):
+        y_TD = checkpoint(layer, x_TD, use_reentrant=False) if call < 2 else layer(x_TD)
+        y_TD.square().sum().backward()
+        gradients.append([leaf.grad.clone() for leaf in (x_TD, *layer.parameters())])
+        x_TD.grad = None
+        layer.zero_grad()
+    return [all(map(torch.equal, gradients[2], these)) for these in gradients[:2]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_measurements_are_no_part_of_a_checkpointed_call(pool: Pool, ranks: int) -> None:
+    """Else the second run of the call, in its backward, saves fewer tensors than the first."""
+    assert pool.run(ranks, run_first_checkpointed, "tutel") == [[True, True]] * ranks
 
 
 def the_file(folder: Path) -> Path:
