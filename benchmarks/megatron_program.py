@@ -17,7 +17,7 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -37,18 +37,23 @@ GIB = 2**30
 class Published:
     """A published model, of fewer layers, all sparse. layers: those kept. of: those that it has. Its
     vocabulary is cut as its layers are, so that the head has the share of the time of the whole model's.
-    settings: of Megatron's configuration."""
+    settings: of Megatron's configuration. sharded: those that differ under Megatron-FSDP."""
 
     layers: int
     of: int
     vocabulary: int
     settings: dict[str, Any]
+    sharded: dict[str, Any] = field(default_factory=dict)
     rotary_base: int = 10000
     sequence: int = SEQUENCE
 
     @property
     def kept_vocabulary(self) -> int:
         return max(self.vocabulary * self.layers // self.of // 128, 1) * 128
+
+    def under(self, program: str) -> Published:
+        """The model as a program trains it."""
+        return replace(self, settings=self.settings | self.sharded) if program == "fsdp" else self
 
     def config(self, world: int, device: torch.device, dispatcher: dict[str, Any]) -> Any:
         """Megatron's configuration, bfloat16, experts over all ranks."""
@@ -125,6 +130,7 @@ MODELS = {
             "moe_router_load_balancing_type": "seq_aux_loss",
             "moe_aux_loss_coeff": 1e-4,
         },
+        sharded={"num_moe_experts": 128},  # half of them; a token's are as many
     ),
     "qwen3-235b-a22b": Published(
         layers=4,
@@ -333,7 +339,28 @@ def wrap(model: Any, program: str) -> tuple[Any, Any]:
             FullyShardedDataParallel as kind,
         )
     net = kind(config=model.config, ddp_config=settings, module=model)
+    if sharded:
+        leave_out_lone_reductions(net.module.grad_reduce_pipeline)
     return net, _optimizer(net)
+
+
+def leave_out_lone_reductions(pipeline: Any) -> None:
+    """Keep Megatron-FSDP 0.16.1 from reducing gradients over groups of one rank.
+
+    Experts without a replica have their gradients where they are added up. In every micro-batch it copies
+    them all, as a reduction, and adds the copy to them, so each weighs twice as much as the next (NVIDIA's
+    Megatron-LM, issue 6660; mended behind this release by pull request 6773).
+    """
+    reduce = pipeline._bucket_group_gradient_reduce
+
+    def reduce_over_several(buckets: list[int], **settings: Any) -> Any:
+        if pipeline.get_fsdp_buffer(buckets[0]).data_parallel_group.size() > 1:
+            return reduce(buckets, **settings)
+        for bucket in buckets:
+            pipeline.bucket_grad_ready_params[bucket] = set()
+        return None
+
+    pipeline._bucket_group_gradient_reduce = reduce_over_several
 
 
 def _optimizer(net: Any) -> Any:
@@ -392,6 +419,10 @@ class Training:
                 (loss / count).backward()
                 losses.append(loss.detach())
         finalize_model_grads([self.net])
+        for group in getattr(self.net, "param_and_grad_buffer", _NONE).parameter_groups:
+            buffer = group.main_grad_buffer
+            if buffer.data_parallel_group.size() == 1:  # its reduction was left out
+                buffer.data.mul_(buffer.gradient_scaling_factor)
         return torch.stack(losses).mean()
 
     def update(self) -> None:
@@ -436,7 +467,7 @@ def run(
 
     fused_a2a.reset_hybrid_ep_buffer()  # it keeps the sizes of the first model
     foreign = foreign_bytes(device)
-    training = Training(published, name, program, microbatches, device)
+    training = Training(published.under(program), name, program, microbatches, device)
     losses = []
     for _ in range(warm):
         losses.append(training.gradients())

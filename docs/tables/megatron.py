@@ -31,8 +31,14 @@ def steps() -> Table | str:
         step, gradients = (f"{row[name] / 1e3:.1f}" for name in ("median_us", "gradients_us"))
         over = f"{base['median_us'] / row['median_us']:.2f}" if base else "-"
         figures = step, gradients, row["tokens_per_s"], f"{row['tflops']:.0f}", over, f"{row['peak_gib']:.1f}"
-        lines.append([f"{model}, {case['layers']}", PROGRAMS[program], WAYS[way], *figures])
-    head = ("model, layers", "program", "tokens move by, experts imbrex's", "step, ms", "of it gradients")
+        lines.append([f"{model}, {case['layers']}, {case['E']}", PROGRAMS[program], WAYS[way], *figures])
+    head = (
+        "model, layers, experts",
+        "program",
+        "tokens move by, experts imbrex's",
+        "step, ms",
+        "of it gradients",
+    )
     more = ("tokens/s of a GPU", "TFLOP/s of a GPU", "over all-to-all", "GiB")
     return Table(head=(*head, *more), body=lines, rows=list(rows.values()))
 

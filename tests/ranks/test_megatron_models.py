@@ -7,18 +7,20 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from benchmarks import megatron_models
-from benchmarks.megatron_models import Board, Plan, Task, compete
-from benchmarks.megatron_program import MODELS, WAYS, Published
+from benchmarks.megatron_models import CASES, Board, Plan, Task, compete, tasks_of
+from benchmarks.megatron_program import MODELS, WAYS, Published, Training, leave_out_lone_reductions
 
 from tests.ranks.megatron_on_cpu import on_cpu
 
@@ -52,7 +54,7 @@ MORE = {
 def small(name: str) -> Published:
     model = MODELS[name]
     settings = model.settings | SMALL | MORE[name]
-    return replace(model, layers=1, of=1, vocabulary=256, sequence=32, settings=settings)
+    return replace(model, layers=1, of=1, vocabulary=256, sequence=32, settings=settings, sharded={})
 
 
 def tiny_plan(**settings: Any) -> Plan:
@@ -87,6 +89,54 @@ def test_all_ways_train_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("x" in line and "TFLOP/s" in line for line in lines)
 
 
+def gradient_of_experts(self: Training, plain: Any) -> Any:
+    """The gradients of a step, and in the place of its loss the length of the experts'."""
+    plain(self)
+    buffer = getattr(self.net, "param_and_grad_buffer", None)
+    if buffer is not None:
+        whole = [group.main_grad_buffer.data for group in buffer.parameter_groups if group.is_expert_param]
+    else:
+        whole = [p.main_grad for name, p in self.net.module.named_parameters() if ".experts." in name]
+    return torch.stack([part.double().square().sum() for part in whole]).sum().sqrt()
+
+
+@needs_megatron
+@pytest.mark.timeout(60)
+def test_sharded_experts_have_the_gradients_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    plain = Training.gradients
+    monkeypatch.setattr(Training, "gradients", lambda self: gradient_of_experts(self, plain))
+    tasks = [Task("deepseek-v3", program, "alltoall") for program in ("ddp", "fsdp")]
+    answers: dict[Task, Any] = dict(compete(tasks, tiny_plan(microbatches=3, warm=1)))
+    ours, sharded = (answers[task]["losses"] for task in tasks)
+    assert ours[0] > 0.01
+    assert sharded == pytest.approx(ours, rel=1e-3)
+
+
+@dataclass
+class Group:
+    """A process group by its number of ranks."""
+
+    ranks: int
+
+    def size(self) -> int:
+        return self.ranks
+
+
+def test_only_groups_of_one_rank_are_not_reduced() -> None:
+    reduced: list[tuple[list[int], bool]] = []
+    pipeline = SimpleNamespace(
+        bucket_grad_ready_params={0: {"a"}, 1: {"b"}, 2: {"c"}},
+        get_fsdp_buffer=lambda bucket: SimpleNamespace(data_parallel_group=Group(2 - bucket % 2)),
+        _bucket_group_gradient_reduce=lambda buckets, async_op: reduced.append((buckets, async_op)),
+    )
+    leave_out_lone_reductions(pipeline)
+    pipeline._bucket_group_gradient_reduce([0, 2], async_op=True)
+    pipeline._bucket_group_gradient_reduce([1], async_op=True)
+    assert reduced == [([0, 2], True)]
+    assert pipeline.bucket_grad_ready_params == {0: {"a"}, 1: set(), 2: {"c"}}
+
+
 def stand_in(published: Published, name: str, program: str, *, device: torch.device, **_: Any) -> Any:
     """A way that only meets the other rank, or fails on one of them, or hangs."""
     if name == "deepep" and dist.get_rank() == 1:
@@ -109,7 +159,8 @@ def test_ways_that_fail_or_hang_take_nothing_from_the_others(monkeypatch: pytest
     for task, answer in compete(one * 2, plan):
         board.hear(task, answer)
     failed = {task.way: why for task, why in board.failed.items()}
-    assert failed.pop("deepep") == "rank 1, ValueError: no such buffer"
+    words = failed.pop("deepep")
+    assert re.fullmatch(r"rank 1, ValueError at test_megatron_models\.py:\d+: no such buffer", words)
     assert failed.pop("hybridep") == "no answer within 1 s"
     assert failed.pop("allgather") == "ended without a word"
     assert "are not those of deepseek-v3 ddp alltoall" in failed.pop("alltoall-megatron")
@@ -119,7 +170,7 @@ def test_ways_that_fail_or_hang_take_nothing_from_the_others(monkeypatch: pytest
     assert rows["imbrex"]["n"] == 4
     assert rows["imbrex"]["median_us"] == 450000.0
     assert rows["imbrex"]["tokens_per_s"] == round(2 * 32 / 0.45)
-    assert "FAILED: no answer" in board.table()
+    assert board.table().count("FAILED") == 4
 
 
 def test_the_command_writes_rows_as_ways_end(
@@ -137,13 +188,16 @@ def test_the_command_writes_rows_as_ways_end(
     content = json.loads(out.read_text())
     assert [row["impl"] for row in content["rows"]] == ["alltoall", "imbrex"]
     assert all(row["n"] == 4 and row["case"]["program"] == "fsdp" for row in content["rows"])
+    assert all(row["case"]["E"] == 16 for row in content["rows"])
     (run,) = content["runs"]
     assert run["versions"]["megatron-core"] == "the version of megatron-core"
     assert run["command"] == f"make gpu-bench NAME=megatron_models ARGS='{words[2]} {words[1]} {words[0]}'"
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == f"2 rows in {out}"
-    assert "FAILED: rank 1, ValueError" in lines[-2]
+    assert lines[-2].split() == ["deepseek-v3", "fsdp", "deepep", "FAILED"]
     assert lines[0].endswith("s  deepseek-v3 fsdp alltoall 450.0 ms")
+    (why,) = [line for line in lines if "no such buffer" in line]
+    assert "s  deepseek-v3 fsdp deepep failed: rank 1, ValueError at " in why
 
 
 def plan_of(settings: dict[str, Any]) -> Plan:
@@ -156,8 +210,25 @@ def test_ranks_that_cannot_start_are_one_error(monkeypatch: pytest.MonkeyPatch) 
         raise ImportError("No module named 'megatron'")
 
     monkeypatch.setattr(megatron_models, "prepare", refuse)
-    with pytest.raises(RuntimeError, match=r"Megatron's ranks: rank \d, ImportError: No module named"):
+    with pytest.raises(RuntimeError, match=r"Megatron's ranks: rank \d, ImportError at \S+: No module named"):
         list(compete([Task("deepseek-v3", "ddp", "alltoall")], tiny_plan()))
+
+
+def test_sharded_ways_come_first_and_those_that_may_be_lost_last() -> None:
+    first, other = ("alltoall", "hybridep", "imbrex"), ("alltoall", "hybridep", "deepep", "imbrex")
+    order = [("deepseek-v3", "fsdp", way) for way in first]
+    order += [(model, "ddp", way) for model in ("deepseek-v3", "qwen3-235b-a22b") for way in other]
+    for last in ("allgather", "alltoall-megatron"):
+        order += [(model, "ddp", last) for model in ("deepseek-v3", "qwen3-235b-a22b")]
+    order.append(("deepseek-v3", "fsdp", "deepep"))
+    assert tasks_of(",".join(CASES), ",".join(WAYS)) == [Task(*each) for each in order]
+
+
+def test_deepseek_has_half_of_its_experts_where_it_is_sharded() -> None:
+    model = MODELS["deepseek-v3"]
+    assert model.under("ddp").settings["num_moe_experts"] == 256
+    assert model.under("fsdp").settings == model.settings | {"num_moe_experts": 128}
+    assert model.under("fsdp").flops() == model.flops()
 
 
 def test_no_way_begins_behind_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ this machine's GPUs or, where it has none that run our kernels, from the sweep t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from imbrex.bench.exchange.clock import Clock, run_ranks
@@ -64,7 +64,8 @@ def fp8(options: Options) -> Finding:
 def end_to_end(options: Options) -> Finding:
     """The article's table beside the committed steps of Megatron-Core, or beside blanks."""
     rows, source = read_committed(STEPS)
-    ours = {(OURS[key], WAYS[row["impl"]]): row["tflops"] for row in rows if (key := _program(row)) in OURS}
+    rates = {(OURS[key], WAYS[row["impl"]]): row["tflops"] for row in rows if (key := _program(row)) in OURS}
+    ours = dict(sorted(rates.items(), key=lambda pair: list(OURS.values()).index(pair[0][0])))
     table = [
         (*row[:3], str(row[3]), row[4], *(_here(ours, row[0], row[2]) if row[1] == "BF16" else ("", "")))
         for row in MODELS
@@ -88,7 +89,7 @@ def end_to_end(options: Options) -> Finding:
             "over all-to-all",
         ),
         table=tuple(table),
-        differs=_differs(source),
+        differs=_differs(source, ours),
         verdict=(*_gains(ours), "The row of DeepEP, which 943 is 1.14 times of, is lost in the article."),
         rows=(),
         chart=chart.bars(
@@ -110,31 +111,41 @@ def _here(ours: Mapping[tuple[str, str], float], model: str, way: str) -> tuple[
     return f"{mine:.0f}", "" if base is None else f"{mine / base:.2f}x"
 
 
-def _differs(source: str) -> tuple[str, ...]:
+def _differs(source: str, ours: Collection[tuple[str, str]]) -> tuple[str, ...]:
     if not source:
         return (
             "Nothing of it is measured here, so its columns are blank: no run of "
             "`benchmarks/megatron_models.py` is committed, or this is no checkout.",
             "Whole models of other sizes, over NVLink: `benchmarks/models.py`; one layer: docs/layer.md.",
         )
+    halved = (
+        "DeepSeek-V3 under FSDP has here half of its experts, over all-to-all as well; on two GPUs an expert "
+        "has no replica, so FSDP does not divide it.",
+    )
     return (
         f"Ours: not this machine, but {source}. The paper has GB200s and whole models, in MXFP8 but for two "
         "rows; ours are few layers of the same widths in bfloat16, the experts over two GPUs.",
         "Hybrid-EP and DeepEP are here our `deep_ep` behind Megatron's flex dispatcher: its interfaces, over "
         "imbrex's kernels. Experts are imbrex's in every row but that which names Megatron's, attention is "
-        "torch's: the machine has no Transformer Engine.",
+        "torch's: the machine has no Transformer Engine. So torch also permutes rows where Megatron does "
+        "that, for all-to-all, all-gather and DeepEP's interface.",
+        *(halved if any(model == OURS["deepseek-v3", "fsdp"] for model, _ in ours) else ()),
     )
 
 
 def _gains(ours: Mapping[tuple[str, str], float]) -> tuple[str, ...]:
-    """A sentence for every model of ours that has both exchanges."""
-    paper = {(model, way): over for model, precision, way, _, over in MODELS if precision == "BF16"}
-    sentences = [
-        f"{model}: over Hybrid-EP's interface {rate / ours[model, BASE]:.2f} times the TFLOP/s of all-to-all"
-        + (f", the paper's {paper[model, way]}." if (model, way) in paper else ".")
-        for (model, way), rate in ours.items()
-        if way == "Hybrid-EP" and (model, BASE) in ours
-    ]
+    """A sentence for every model of ours that has both exchanges, and one for both of DeepSeek's."""
+    paper: dict[tuple[str, str], list[str]] = {}
+    for model, precision, way, _, over in MODELS:
+        paper.setdefault((model, way), []).append(f"{over} in {precision}")
+    sentences = []
+    for (model, way), rate in ours.items():
+        for base in (BASE, "DeepEP"):
+            theirs = [x for x in paper.get((model, way), ()) if ("DeepEP" in x) == (base == "DeepEP")]
+            if way == "Hybrid-EP" and (model, base) in ours and (theirs or base == BASE):
+                there = f"; the paper: {' and '.join(theirs)}" if theirs else ""
+                gain = rate / ours[model, base]
+                sentences.append(f"{model}: Hybrid-EP's interface {gain:.2f} times {base}{there}.")
     return tuple(sentences) or ("No claim is made.",)
 
 
