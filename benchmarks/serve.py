@@ -209,6 +209,14 @@ def ready_chunk(engine: Engine, tokens: int, live: int) -> None:
     chunk.wanted_B.zero_()
 
 
+def fill_prompts(engine: Engine, tokens: int) -> None:
+    """Prompts of so many tokens in the slots of a chunk. Behind random caches its tokens would want twice the
+    experts that those of a loop do."""
+    for begin in range(0, tokens, CHUNK[1]):
+        ready_chunk(engine, begin, CHUNK[0])
+        engine.programs["prefill"]()
+
+
 def slowest_seconds(prepare: Callable[[], None], program: Callable[[], object]) -> float:
     """The median call, the slowest rank's."""
     align, times = torch.zeros(1, device="cuda"), []
@@ -371,6 +379,7 @@ class Run:
         assert self.group is not None
         self.stages, self.tbps = Stages(rank), read_tbps()
         self.truth: dict[tuple, torch.Tensor] = {}
+        torch.manual_seed(rank)  # prompts of chunks: else they are the same on all ranks
         self.sweeps = SWEEPS if world > 1 else ONE_GPU
         if args.brief:
             self.sweeps = {name: brief(sweep) for name, sweep in self.sweeps.items()}
@@ -503,6 +512,7 @@ class Run:
         } | parts
 
     def chunk(self, engine: Engine, way: str, case: dict[str, Any], live: int) -> dict[str, Any]:
+        fill_prompts(engine, case["context"])
         ready = partial(ready_chunk, engine, case["context"], live)
         taken = slowest_seconds(ready, engine.programs["prefill"])
         engine.steps.state.length_Z.zero_()

@@ -116,6 +116,16 @@ def test_a_chunk_of_one_prompt_is_made_ready() -> None:
     assert [of.tolist() for of in (chunk.slot_B, chunk.start_B)] == [[0, 1, 2, 3], [5] * 4]
 
 
+def test_chunks_stand_behind_prompts_that_were_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of 20 tokens by three chunks of 2 x 8."""
+    monkeypatch.setattr(benchmark, "CHUNK", (2, 8))
+    engine = Engine(make(), Settings(slots=3, room=40, chunk=(2, 8)))
+    benchmark.fill_prompts(engine, 20)
+    keys_ZL = engine.steps.caches[0][0].abs().flatten(2).sum(-1)
+    assert (keys_ZL > 0).sum(1)[:2].tolist() == [24, 24]
+    assert engine.steps.state.length_Z[:3].tolist() == [24, 24, 0]
+
+
 def test_contexts_of_latent_attention_want_an_engine_each() -> None:
     short = benchmark.brief(benchmark.SWEEPS["qwen3-30b-a3b"])
     assert benchmark.at_contexts("qwen3-30b-a3b", short, [1024, 4608]).rooms == ((1024, 4608),)
