@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from docs.tables.results import Row, Table, read, select
 
 WAYS = {
@@ -47,8 +49,7 @@ def steps() -> Table:
     body, used = [], []
     for ours in sorted((r for (impl, _), r in newest.items() if impl == "nvlink"), key=_order):
         beside = {way: newest.get((way, _place(ours))) for way in ways}
-        rivals = [row["median_us"] for way, row in beside.items() if row and way in RIVALS]
-        gain = f"{min(rivals) / ours['median_us']:.2f}" if rivals else ""
+        gain = _over_best(beside, read("serve"), "nvlink")
         times = ["" if row is None else f"{row['median_us'] / 1e3:.2f}" for row in beside.values()]
         floor = [f"{ours['floor_us'] / 1e3:.2f}", f"{ours['times_floor']:.2f}"]
         model, tokens, rows = _place(ours)
@@ -113,8 +114,7 @@ def one_gpu() -> Table:
     body, used = [], []
     for ours in sorted(select(steps, impl="auto"), key=_order):
         beside = {way: next(iter(select(steps, impl=way, case=ours["case"])), None) for way in ways}
-        gains = [_over_ours(row) for way, row in beside.items() if row and way in RIVALS]
-        gain = f"{min(gains):.2f}" if gains else ""
+        gain = _over_best(beside, read("serve_one"), "auto")
         times = ["" if row is None else f"{row['median_us'] / 1e3:.2f}" for row in beside.values()]
         floor = [ours["read_gb"], f"{ours['floor_us'] / 1e3:.2f}", f"{ours['times_floor']:.2f}"]
         body.append([NAMES[ours["case"]["model"]], ours["case"]["B"], *times, gain, *floor])
@@ -142,11 +142,14 @@ def _one() -> list[Row]:
     return list({(row["op"], row["impl"], *row["case"].items()): row for row in rows}.values())
 
 
-def _over_ours(rival: Row) -> float:
-    """A rival's step over imbrex's of the same run."""
-    steps = select(read("serve_one"), op="decode step", impl="auto", run=rival["run"])
-    (ours,) = (row for row in steps if row["case"] == rival["case"])
-    return rival["median_us"] / ours["median_us"]
+def _over_best(beside: dict[str, Row | None], rows: Sequence[Row], way: str) -> str:
+    """The least factor of a rival's step over ours by `way` of the rival's own run; of runs without ours
+    there is none."""
+    ours = {(r["run"], *r["case"].items()): r["median_us"] for r in select(rows, op="decode step", impl=way)}
+    rivals = [row for name, row in beside.items() if row and name in RIVALS]
+    of_run = [(row["median_us"], ours.get((row["run"], *row["case"].items()))) for row in rivals]
+    gains = [rival / own for rival, own in of_run if own]
+    return f"{min(gains):.2f}" if gains else ""
 
 
 def _is_plain_step(row: Row) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from docs.tables import api, fused, pages
 from docs.tables import experts as shown
+from docs.tables import serve as serving
 from docs.tables.results import Table, sources
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,6 +82,28 @@ def test_a_changed_figure_is_noticed(tmp_path: Path) -> None:
     figure = re.search(r"\| qwen2-moe \| 16384 \| forward \| (\d+) ", text)
     assert figure
     assert pages.filled("docs/nvlink.md", text.replace(figure[1], "1")) == text
+
+
+def test_a_rival_of_serving_is_beside_ours_of_its_own_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(run: int, impl: str, us: float, context: int) -> dict[str, Any]:
+        case = {"model": "qwen3-30b-a3b", "B": 8, "context": context}
+        figures = {"median_us": us, "floor_us": 1e3, "times_floor": us / 1e3}
+        measured = {"file": "serve.json", "commit": "c", "date": "d", "hardware": {"gpu": "G", "count": 2}}
+        return {"run": run, "op": "decode step", "impl": impl, "case": case, "measured": measured} | figures
+
+    rows = (
+        *(step(0, "nvlink", 4e3, n) for n in (1024, 4608)),
+        *(step(0, "gather-scatter", 8e3, n) for n in (1024, 4608)),
+        step(1, "nvlink", 2e3, 1024),
+        step(2, "alone", 1e3, 1024),
+    )
+    monkeypatch.setattr(serving, "read", lambda name: rows)
+    table = serving.steps()
+    assert table.head[:3] == ["model", "rows a rank", "tokens before"]
+    lines = [dict(zip(table.head, line, strict=True)) for line in table.body]
+    assert [line["tokens before"] for line in lines] == [1024, 4608]
+    assert [line["imbrex"] for line in lines] == ["2.00", "4.00"]
+    assert [line["over the best rival"] for line in lines] == ["2.00", "2.00"], "8 over 4, not over 2"
 
 
 def test_a_page_and_its_tables_belong_together() -> None:
