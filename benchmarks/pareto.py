@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from imbrex.bench.results import describe_run, write_results
-from imbrex.bench.serve.measured import LOADS, about, key_of, newest_steps, replayed
+from imbrex.bench.serve.measured import LOADS, about, key_of, newest_steps, replayed, timed_as
 from imbrex.bench.serve.report import write_report
 
 HERE = Path(__file__).parent / "results"
@@ -46,10 +46,11 @@ def tasks_of(run: Any, steps: list[Any], loads: int) -> list[Task]:
 
 
 def newest_loops(path: Path) -> list[dict[str, Any]]:
-    """The newest loop of every way and load that ran on GPUs; none where there is no file."""
+    """The newest loop of every way and load that ran on GPUs, the way named as its steps are; none where
+    there is no file."""
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     newest = {(row["impl"], *row["case"].items()): row for row in sorted(rows, key=lambda row: row["run"])}
-    return list(newest.values())
+    return [row | {"impl": timed_as(row)} for row in newest.values()]
 
 
 def main() -> None:

@@ -200,7 +200,7 @@ def test_the_command_serves_the_demos_model(tmp_path: Path) -> None:
     assert [(row["impl"], row["case"]["input"]) for row in rows] == [(w, n) for w in ways for n in (3, 9)]
     page = (tmp_path / "page.html").read_text()
     for tokens in (3, 9):
-        assert f"Pareto curves: demo, {tokens} tokens in, 3 out" in page
+        assert f"Pareto curves: demo, 2 ranks, {tokens} tokens in, 3 out" in page
 
 
 def test_the_command_turns_levers_off(tmp_path: Path) -> None:
@@ -252,6 +252,7 @@ def test_no_graph_is_a_lever_where_there_are_none(tmp_path: Path) -> None:
         (["--interval", "0"], "--interval is 0"),
         (["--input", "8,0"], "--input is 8,0"),
         (["--sizes", "4,0"], "--sizes is 4,0"),
+        (["--sizes", "1,4", "--users", "6"], "--sizes is 1,4: a rank has 3 rows at most"),
         (["--input", "-5"], "--input is -5"),
         (["--levers", "0"], "--levers 0: give 1 or more"),
         (["--levers", "--report", "page.html"], "leave --report out"),

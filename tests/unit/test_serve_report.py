@@ -128,6 +128,17 @@ def test_loops_are_replayed_where_they_fit(monkeypatch: pytest.MonkeyPatch, tmp_
     assert finding.verdict[-1] == f"Replayed over measured, where a loop ran (1): {ratio:.2f} to {ratio:.2f}."
 
 
+def test_steps_of_one_length_of_caches_tell_nothing_of_longer_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measured, "USERS", (2,))
+    one = steps("demo", "nvlink", 1000.0, 30.0, context=48)
+    two = one + steps("demo", "nvlink", 2000.0, 30.0, context=60)
+    loads = [(48, 16), (64, 16)]
+    replayed = ([p["case"]["input"] for p in measured.replayed(rows, 100.0, loads)] for rows in (one, two))
+    assert list(replayed) == [[48], [48, 64]]
+
+
 def test_loops_of_other_loads_are_beside_their_replays(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -165,14 +176,16 @@ def test_loops_of_other_loads_are_beside_their_replays(
 
 
 def test_the_newest_loops_are_on_the_page(tmp_path: Path) -> None:
-    case = {"model": "demo", "users": 8, "drafts": 0, "interval": 4, "input": 128, "output": 16}
+    case = {"model": "demo", "W": 2, "users": 8, "drafts": 0, "interval": 4, "input": 128, "output": 16}
     older, newer = ({**row("auto", 8, 1.0, rate), "case": case, "run": n} for n, rate in ((0, 2.0), (1, 3.0)))
     (tmp_path / "loops.json").write_text(json.dumps({"rows": [newer, older]}))
     loops = pareto.newest_loops(tmp_path / "loops.json")
-    assert [loop["tokens_per_s_gpu"] for loop in loops] == [3.0]
+    assert [(loop["tokens_per_s_gpu"], loop["impl"]) for loop in loops] == [(3.0, "nvlink")]
     assert pareto.newest_loops(tmp_path / "none.json") == []
     write_report(tmp_path / "page.html", facts={}, rows=loops)
-    assert "Pareto curves: demo, 128 tokens in, 16 out" in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert "Pareto curves: demo, 2 ranks, 128 tokens in, 16 out" in page
+    assert "<td>nvlink, interval 4 *</td>" in page
 
 
 def test_the_curves_are_compared_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

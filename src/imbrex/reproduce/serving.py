@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.bench.serve.loop import Load, serve
-from imbrex.bench.serve.measured import LOADS, about, key_of, newest_steps, replayed
+from imbrex.bench.serve.measured import LOADS, about, key_of, newest_steps, replayed, timed_as
 from imbrex.bench.serve.models import ALONE, Way, make_model
 from imbrex.bench.serve.report import curves, front, name_of
 from imbrex.layer import MoELayer
@@ -29,12 +29,6 @@ FILES = ("serve.json", "serve_one.json")
 """Steps timed on several GPUs and on one, in a checkout of the repository; an installed package has none."""
 LOOPS = "serve_loops.json"
 """Loops of real widths that ran on GPUs."""
-TIMED_AS = {
-    "auto": "nvlink",
-    "auto kernels-fp8": "nvlink-fp8-experts",
-    "alone kernels-fp8": "alone-fp8",
-}
-"""Names in files of timed steps of ways that served several GPUs under another name."""
 PLAIN = Network(nodes=1, ranks_per_node=2, inter="none")
 INPUT, OUTPUT, CHUNK = 16, 12, (2, 16)
 HEAD_WIDTH, HEAD_VOCABULARY = 512, 32768
@@ -103,7 +97,7 @@ def pareto_replayed(options: Options) -> Finding:
         differs=(
             "Replayed on a CPU, no loop on GPUs: the engine's scheduling over steps timed on "
             f"{'; '.join(where)}. Times between two lengths of caches are on a line through them, and beyond "
-            "the longest too; where one length was timed, a step takes as long behind any.",
+            "the longest too; where one length was timed, no longer prompts are replayed.",
             *((f"Loops that ran: {source}.",) if ratios else ()),
             "Qwen3-30B-A3B, and DeepSeek-V3's widths with 8 layers of experts, not DeepSeek-R1 on GB200s. "
             "Weights are random, so drafts are forced to count as right; each name says how many. On one GPU "
@@ -173,9 +167,8 @@ def _loops() -> tuple[dict[tuple[Any, ...], float], str]:
 
 def _load(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """A key that tells loops apart: the model, the ranks, the way and what users ask for."""
-    case, impl = row["case"], row["impl"]
-    way = TIMED_AS.get(impl, impl) if case["W"] > 1 else impl
-    return way, *(case[name] for name in ("model", "W", "users", "input", "output", "drafts", "interval"))
+    names = ("model", "W", "users", "input", "output", "drafts", "interval")
+    return timed_as(row), *(row["case"][name] for name in names)
 
 
 def _model(row: Mapping[str, Any]) -> str:

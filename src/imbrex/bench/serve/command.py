@@ -98,10 +98,7 @@ def check(args: argparse.Namespace) -> None:
     for name, least in (("ranks", 1), ("output", 1), ("rounds", 2)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name} is {getattr(args, name)}: give {least} or more")
-    for name in (*LISTS, *(["sizes"] if args.sizes is not None else [])):
-        least = 0 if name == "drafts" else 1
-        if min(numbers(args, name)) < least:
-            raise ValueError(f"--{name} is {getattr(args, name)}: give numbers of {least} or more")
+    _check_lists(args)
     _chunk(args)
     _check_training(args)
     _check_levers(args)
@@ -130,6 +127,16 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--forced {args.forced:g}: nothing is drafted; give --drafts, or leave it out")
     args.timeout = timeout_seconds(args.timeout)
     _check_files(args)
+
+
+def _check_lists(args: argparse.Namespace) -> None:
+    for name in (*LISTS, *(["sizes"] if args.sizes is not None else [])):
+        least = 0 if name == "drafts" else 1
+        if min(numbers(args, name)) < least:
+            raise ValueError(f"--{name} is {getattr(args, name)}: give numbers of {least} or more")
+    slots = -(-max(numbers(args, "users")) // args.ranks)
+    if args.sizes is not None and max(numbers(args, "sizes")) > slots:
+        raise ValueError(f"--sizes is {args.sizes}: a rank has {slots} rows at most; leave larger ones out")
 
 
 def _check_files(args: argparse.Namespace) -> None:

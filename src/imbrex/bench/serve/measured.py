@@ -20,6 +20,18 @@ USERS = (8, 32, 128)
 USABLE = 0.93
 """The share of a GPU's memory that weights and caches may take."""
 GIB = 1 << 30
+TIMED_AS = {
+    "auto": "nvlink",
+    "auto kernels-fp8": "nvlink-fp8-experts",
+    "alone kernels-fp8": "alone-fp8",
+}
+"""Names in files of timed steps of ways that served several GPUs under another name."""
+
+
+def timed_as(loop: Row) -> str:
+    """The name that steps have of the way by which a loop ran."""
+    way: str = loop["impl"]
+    return TIMED_AS.get(way, way) if loop["case"]["W"] > 1 else way
 
 
 def key_of(row: Row) -> tuple[str, str, int]:
@@ -80,7 +92,7 @@ def replayed(
     rows: Sequence[Row], memory_gib: float, loads: Sequence[tuple[int, int]] = LOADS
 ) -> list[dict[str, Any]]:
     """A row for every way, draft length and load whose steps and chunks were measured and whose weights and
-    caches fit."""
+    caches fit. Steps that were timed behind one length of caches tell nothing of longer prompts."""
     points = []
     ways, with_chunks = ({key_of(r): r for r in rows if r["op"] == op} for op in ("decode step", "chunk"))
     for (model, way, drafts), step in ways.items():
@@ -88,7 +100,10 @@ def replayed(
             continue
         times = step_times(rows, model, way, drafts)
         chunk = next(r["case"] for r in rows if r["op"] == "chunk" and r["case"]["model"] == model)
+        lengths = {r["case"]["context"] for r in rows if key_of(r) == (model, way, drafts)} - {0}
         for tokens, output in loads:
+            if len(lengths) == 1 and tokens > max(lengths):
+                continue
             for users in sorted(set(USERS) & set(times.decode)):
                 settings = _settings(step["case"], users, tokens + output, (chunk["rows"], chunk["tokens"]))
                 if step["weights_gib"] + _cache_gib(model, settings) > USABLE * memory_gib:

@@ -44,8 +44,8 @@ def front(rows: Sequence[Row]) -> list[Row]:
 
 
 def write_report(path: str | os.PathLike[str], *, facts: Mapping[str, str], rows: Sequence[Row]) -> None:
-    """Write the file. For every model and load, each way's curve, and all points as a table, those of the
-    common front marked."""
+    """Write the file. For every model, number of ranks and load, each way's curve, and all points as a table,
+    those of the common front marked."""
     loads: dict[str, list[Row]] = {}
     for row in rows:
         loads.setdefault(_load(row["case"]), []).append(row)
@@ -59,7 +59,8 @@ def write_report(path: str | os.PathLike[str], *, facts: Mapping[str, str], rows
 
 def _load(case: Mapping[str, Any]) -> str:
     load = f"{case['input']} tokens in, {case['output']} out" if "input" in case else ""
-    return ", ".join(filter(None, (case.get("model", ""), load)))
+    ranks = f"{case['W']} rank{'s' * (case['W'] > 1)}" if "W" in case else ""
+    return ", ".join(filter(None, (case.get("model", ""), ranks, load)))
 
 
 def _sections(load: str, rows: Sequence[Row]) -> list[tuple[str, str, Any]]:
