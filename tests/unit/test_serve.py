@@ -226,6 +226,8 @@ def test_dropped_requests_leave_an_engine_as_new(drafts: int) -> None:
 def test_what_an_engine_cannot_be_made_of() -> None:
     with pytest.raises(ValueError, match="slots is 0"):
         Settings(slots=0, room=8)
+    with pytest.raises(ValueError, match="sizes is 0; give 1 or more"):
+        Settings(slots=2, room=8, sizes=(2, 0))
     with pytest.raises(ValueError, match="64 positions, and a slot takes 108"):
         Engine(make(), Settings(slots=1, room=100, chunk=(1, 8)))
     model = make()

@@ -63,7 +63,8 @@ class Settings:
     sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, value in (("slots", self.slots), ("interval", self.interval), ("chunk", min(self.chunk))):
+        least = {"slots": self.slots, "interval": self.interval, "chunk": min(self.chunk)}
+        for name, value in (least | {"sizes": min(self.sizes, default=1)}).items():
             if value < 1:
                 raise ValueError(f"serve: {name} is {value}; give 1 or more")
         # Memory for more steps than an answer takes would be copied, and never used.
