@@ -20,7 +20,7 @@ from imbrex.contracts import VERSION, Backend, Geometry, Routing
 from imbrex.exchange.plan import chosen_twice
 from imbrex.runtime.checks import debug_is_on
 from imbrex.runtime.roll import UNEVEN
-from imbrex.runtime.tracing import forward_mode
+from imbrex.runtime.tracing import FORWARD
 from imbrex.runtime.waits import RankLostError
 from imbrex.runtime.words import words
 from imbrex.transport.collective import Collective
@@ -94,7 +94,7 @@ def find_problem(
     place: the device on which the transport takes rows, of which the type counts; `None`: any device.
     """
     ids, weights, width = routing.ids_TK, routing.weights_TK, geometry.hidden_size
-    if forward_mode():
+    if FORWARD["_current_level"] >= 0:
         return 14, 0, 0, 0
     if not is_plain(x_TD):
         return 13, 0, 0, 0

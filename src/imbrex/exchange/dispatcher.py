@@ -14,7 +14,7 @@ from imbrex.contracts import Experts, Geometry, Listener, Roles, Routing, RowFor
 from imbrex.exchange import autograd
 from imbrex.exchange.agreement import DTYPES, PROBLEMS, is_plain
 from imbrex.kernels.ffn.glue import Groups
-from imbrex.runtime.tracing import differentiated, forward_mode, traced
+from imbrex.runtime.tracing import FORWARD, differentiated, traced
 
 
 class DispatcherBase:
@@ -87,7 +87,7 @@ class DispatcherBase:
 
     def why_not_tokens(self, x: Tensor) -> str | None:
         width = self.geometry.hidden_size
-        if forward_mode():
+        if FORWARD["_current_level"] >= 0:
             return PROBLEMS[14]
         if not is_plain(x):
             return PROBLEMS[13]

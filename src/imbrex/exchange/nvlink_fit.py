@@ -144,7 +144,8 @@ class Spared(NamedTuple):
 
     @classmethod
     def of(cls, size: Size, ranks: int) -> Spared:
-        return cls((ranks - 1) * min(size.choices, size.most_slots) * size.row_bytes)
+        # Of one rank, as benchmarks count calls, there is nothing to spare.
+        return cls(max(1, (ranks - 1) * min(size.choices, size.most_slots) * size.row_bytes))
 
     def many_tokens(self, layers: int) -> int:
         """Tokens of a rank from which on so many layers spare `SPARED_BY_ALL`; never as few as one kernel

@@ -51,18 +51,14 @@ def tell_compiling() -> None:
 def tell_running() -> None:
     """Take that note back, as this rank meets others again. From the first such call on, it is written for
     whatever else is compiled, too: experts by themselves, or what stands between two layers."""
-    if (dynamo := sys.modules.get("torch._dynamo.callback")) is not None:
-        _listen(dynamo.callback_handler)
+    dynamo = sys.modules.get("torch._dynamo.callback")
+    # Torch's reset forgets who listens.
+    if dynamo is not None and _begin_compiling not in dynamo.callback_handler.start_callbacks:
+        dynamo.callback_handler.register_start_callback(_begin_compiling)
+        dynamo.callback_handler.register_end_callback(_end_compiling)
     if _Note.compiling:
         _Note.compiling = _Note.layer = False
         _write_compiling("0")
-
-
-def _listen(compiler: Any) -> None:
-    """Hear of every compilation. `torch._dynamo.reset` forgets who listens."""
-    if _begin_compiling not in compiler.start_callbacks:
-        compiler.register_start_callback(_begin_compiling)
-        compiler.register_end_callback(_end_compiling)
 
 
 def _begin_compiling(*_: object) -> None:

@@ -16,7 +16,10 @@ __all__ = ["in_trace_too"]
 
 Backward = Callable[..., Any]
 _PLAIN = (Tensor, torch.nn.Parameter)
-_FORWARD = vars(forward_ad)
+FORWARD = vars(forward_ad)
+"""Torch's state of derivatives that are computed along with values, as by `torch.func.jvp`: they are where
+`_current_level` is 0 or more. Without gradients nothing of torch's refuses them, and moves that write into
+memory drop them."""
 
 
 def traced(*tensors: Tensor | None) -> bool:
@@ -37,12 +40,6 @@ def seen(*tensors: Tensor | None) -> bool:
         if tensor is not None and type(tensor) not in _PLAIN:
             return True
     return False
-
-
-def forward_mode() -> bool:
-    """Whether derivatives are computed along with values, as by `torch.func.jvp`. Without gradients nothing
-    of torch's would refuse it, and moves that write into memory drop such derivatives."""
-    return _FORWARD["_current_level"] >= 0
 
 
 class Node(torch.autograd.Function):
