@@ -118,8 +118,8 @@ EXCHANGE = [
         "placement-not-in-the-note",
         "exchange/nvlink.py",
         "a rank that has not relocated is not noticed over NVLink",
-        "self.layer, self.where, kind)",
-        "self.layer, kind)",
+        "self.layer, self.where, self.fuses",
+        "self.layer, self.fuses",
         ("ranks/test_bad_input.py::test_a_placement_that_only_one_rank_has_is_refused_over_nvlink",),
     ),
     Fault(

@@ -182,11 +182,11 @@ class NvlinkDispatcher(WiredDispatcher):
         """Tell all ranks of this part and hear of theirs. ValueError on all where one's input is wrong."""
         problem = self._why_not_input(x_TD, routing)
         self.calls += 1
-        # Of whole numbers a tuple's hash is the same in every process.
-        kind = self.fuses << 1 | self.uncompiled
-        note = hash((self.calls, self.number, self.layer, self.where, kind)) % NOTES
-        many = x_TD.shape[0] >= self._spared.many_tokens(self.transport.num_owners)
-        value = word_of(x_TD.shape[0], x_TD.requires_grad, many, form is RowForm.FP8, self.promise)
+        kind = self.calls, self.number, self.layer, self.where, self.fuses << 1 | self.uncompiled
+        note = hash(kind) % NOTES  # of whole numbers: the same in every process
+        tokens, back = x_TD.shape[0], x_TD.requires_grad
+        many = back and tokens >= self._spared.many_tokens(self.transport.num_owners)
+        value = word_of(tokens, back, many, form is RowForm.FP8, self.promise)
         self.promise = self.uncompiled = False
         values_W, wrong = self.transport.agree_on_call(value, fine=problem is None, note=note)
         if problem:
