@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from imbrex.adapters import deep_ep
+from imbrex.bench.machine import foreign_bytes
 
 SEQUENCE = 4096
 GIB = 2**30
@@ -466,7 +467,7 @@ def run(
     from megatron.core.transformer.moe import fused_a2a  # pyright: ignore[reportMissingImports]
 
     fused_a2a.reset_hybrid_ep_buffer()  # it keeps the sizes of the first model
-    foreign = foreign_bytes(device)
+    foreign = foreign_bytes()
     training = Training(published.under(program), name, program, microbatches, device)
     losses = []
     for _ in range(warm):
@@ -479,7 +480,7 @@ def run(
     gradients = [_seconds(a, b) for a, b in marks[:-1]]
     peak = 0
     if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated() + max(foreign_bytes(device) - foreign, 0)
+        peak = torch.cuda.max_memory_allocated() + max(foreign_bytes() - foreign, 0)
     training.release()
     slowest = torch.tensor([*steps, *gradients, peak / GIB], device=device, dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -519,11 +520,3 @@ def _mark(device: torch.device) -> Any:
 
 def _seconds(a: Any, b: Any) -> float:
     return b - a if isinstance(a, float) else a.elapsed_time(b) * 1e-3
-
-
-def foreign_bytes(device: torch.device) -> int:
-    """Bytes of this GPU in use that torch's allocator did not take: heaps, communicators, the context."""
-    if device.type == "cpu":
-        return 0
-    free, total = torch.cuda.mem_get_info()
-    return total - free - torch.cuda.memory_reserved()

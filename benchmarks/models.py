@@ -34,6 +34,7 @@ from imbrex.adapters.huggingface import replace_blocks
 from imbrex.adapters.transformers import register
 from imbrex.bench.ceilings import measure_ceilings
 from imbrex.bench.exchange.clock import run_ranks
+from imbrex.bench.machine import foreign_bytes
 from imbrex.bench.results import describe_run, write_results
 from imbrex.parallel.backward import sync_in_backward
 from imbrex.transport import Nvlink
@@ -379,12 +380,6 @@ def busy_microseconds(call: Callable[[], Any], calls: int = 2) -> float:
         busy += max(end - max(start, until), 0.0)
         until = max(until, end)
     return busy / calls
-
-
-def foreign_bytes() -> int:
-    """Bytes of this GPU in use that torch's allocator did not take: heaps, communicators, the context."""
-    free, total = torch.cuda.mem_get_info()
-    return total - free - torch.cuda.memory_reserved()
 
 
 def measure(side: Side, ids: Tensor, repeats: int, foreign: int, ops: Sequence[str]) -> list[dict[str, Any]]:

@@ -100,7 +100,7 @@ def test_loops_are_replayed_where_they_fit(monkeypatch: pytest.MonkeyPatch, tmp_
     for point, rate in zip(points, (1000.0, 1000.0, 2000 / 1.5, 2000 / 1.5), strict=True):
         assert 0.5 * rate < point["tokens_per_s_user"] <= 1.01 * rate
     run = {"id": 0, "hardware": {"gpu": "G", "count": 2, "memory_gib": 100.0}, "commit": "c", "date": "d"}
-    monkeypatch.setattr(serving, "COMMITTED", tmp_path)
+    monkeypatch.setattr(serving, "RESULTS", tmp_path)
     monkeypatch.setattr(serving, "LOADS", [(64, 16)])
     with pytest.raises(ValueError, match=r"serve\.json is missing"):
         find("trtllm-pareto-replayed", Options())
@@ -144,7 +144,7 @@ def test_loops_of_other_loads_are_beside_their_replays(
 ) -> None:
     """Of the longer loads only what ran is replayed, without a front; with `full` all is."""
     monkeypatch.setattr(measured, "USERS", (2, 4))
-    monkeypatch.setattr(serving, "COMMITTED", tmp_path)
+    monkeypatch.setattr(serving, "RESULTS", tmp_path)
     monkeypatch.setattr(serving, "LOADS", [(64, 16), (128, 16), (256, 16)])
     run = {"id": 0, "command": "c", "commit": "c", "date": "d"}
     run["hardware"] = {"gpu": "G", "count": 2, "memory_gib": 100.0}

@@ -121,3 +121,12 @@ def _nvidia_smi(*arguments: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return ran.stdout if ran.returncode == 0 else ""
+
+
+def foreign_bytes() -> int:
+    """Bytes of the current GPU in use that torch's allocator did not take: heaps, communicators, the context;
+    0 without a GPU."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()

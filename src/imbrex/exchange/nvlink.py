@@ -44,6 +44,7 @@ from imbrex.exchange.agreement import explain, find_problem, raise_together
 from imbrex.exchange.dispatcher import WiredDispatcher, nothing_to_move
 from imbrex.exchange.nvlink_fit import (
     DTYPE,
+    NOTES,
     FewRows,
     Part,
     Spared,
@@ -73,8 +74,6 @@ from imbrex.runtime.gradients import looks_for_nan
 from imbrex.transport.collective import Done
 from imbrex.transport.nvlink import Nvlink, Size
 
-NOTES = 1 << 32
-"""The number of values of the word by which ranks compare their calls."""
 _WIRES = {"fp8": "fp8"}
 """How sums cross, by the name of a codec; else as bfloat16."""
 
@@ -245,16 +244,17 @@ class NvlinkDispatcher(WiredDispatcher):
                 rows_RD, staged = arrived.rows, arrived
             else:
                 rows_RD = arrived
-            if cut:
-                rows_RD = rows_RD[: self._count_rows(routed)]
             weights_R, counts_e, plan, hits = groups or spread(routed, rows_RD.shape[0], self._slots)
+            if cut:
+                there = slice(self._count_rows(routed))
+                rows_RD, weights_R = rows_RD[there], weights_R[there]
             if staged is not None:
                 looks = self.roles.first is not None and not is_coded(self.wire.combine)
                 own_e2 = plan.new_empty(self._slots, 2) if looks else None
                 beside = replace(staged, movers=self.roles.rows, plan=plan, own_e2=own_e2)
             elif beside is None:
                 beside = Groups(plan, expected=expected, hits=hits)
-            return Arrived(rows_RD, weights_R[: len(rows_RD)], counts_e, [routed.words_TC], beside)
+            return Arrived(rows_RD, weights_R, counts_e, [routed.words_TC], beside)
 
         return self._crossing(partial(self._send, plan, x_TD, weights_TK, form), read)
 

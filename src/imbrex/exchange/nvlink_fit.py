@@ -22,6 +22,8 @@ backward of combine), and on their way home."""
 FEW_TOKENS = 256
 """The most tokens of a rank for which one kernel both routes and moves. For 128 tokens it takes 43 us, two
 kernels 59; for 512 tokens both ways take 110 us (4 H200, rows of 7168 values, K=8)."""
+NOTES = 1 << 32
+"""The number of values of the word by which ranks compare their calls."""
 SPARED = 200 << 20
 """Bytes of rows kept for a backward from which on the host waits to hear how many rows there are. Steps of
 whole models on two H200 then take as long, within 1 %, with 9 to 26 % less memory. At half as many bytes they

@@ -46,11 +46,10 @@ class Serial:
             if y_TD is not None:
                 return Output(y_TD=y_TD)
         promise = not compiling and addend is None and surely_fit(experts)
-        keep = self.keep_rows or compiling
-        if not keep:
-            exchange.dispatcher.uncompiled = torch.is_grad_enabled()
+        again = not (self.keep_rows or compiling) and torch.is_grad_enabled()
+        if again:
+            exchange.dispatcher.uncompiled = True
         dispatched = exchange.dispatch(x_TD, routing, forms=experts.forms, promise=promise)
-        again = not keep and torch.is_grad_enabled()
         redispatch = exchange.redispatching(x_TD, dispatched) if again else None
         observer, layer = exchange.observer, exchange.layer
         with observer.span("experts", layer=layer), redispatch or nullcontext():

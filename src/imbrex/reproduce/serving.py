@@ -24,7 +24,6 @@ from imbrex.serve.decoding import Drafting
 from imbrex.serve.engine import Engine, Settings
 from imbrex.serve.heads import sharded_argmax, slice_of
 
-COMMITTED = RESULTS
 FILES = ("serve.json", "serve_one.json")
 """Steps timed on several GPUs and on one, in a checkout of the repository; an installed package has none."""
 LOOPS = "serve_loops.json"
@@ -121,7 +120,7 @@ def _replayed_rows(
     """Loops of every way in the newest run that has its steps and chunks, and what those runs were; of other
     loads the loops that ran."""
     rows, where = list[dict[str, Any]](), list[str]()
-    for path in (COMMITTED / name for name in FILES):
+    for path in (RESULTS / name for name in FILES):
         if not path.exists():
             raise ValueError(f"reproduce: benchmarks/results/{path.name} is missing; run it in a checkout")
         for run, steps in newest_steps(json.loads(path.read_text())):
@@ -161,7 +160,7 @@ def _in_words(ratios: Sequence[float]) -> tuple[str, ...]:
 
 def _loops() -> tuple[dict[tuple[Any, ...], float], str]:
     """Tokens a second of a GPU in loops that ran, by their load, and on what they did."""
-    rows, source = read_committed(COMMITTED / LOOPS)
+    rows, source = read_committed(RESULTS / LOOPS)
     return {_load(row): row["tokens_per_s_gpu"] for row in rows if row["tokens_per_s_gpu"]}, source
 
 
