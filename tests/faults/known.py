@@ -116,7 +116,7 @@ EXCHANGE = [
     ),
     Fault(
         "placement-not-in-the-note",
-        "exchange/nvlink.py",
+        "exchange/nvlink_meeting.py",
         "a rank that has not relocated is not noticed over NVLink",
         "self.layer, self.where, self.fuses",
         "self.layer, self.fuses",

@@ -39,7 +39,7 @@ ONCE_SURVIVED_HERE = [
     ),
     Fault(
         "credit-after-a-captured-call",
-        "kernels/exchange/exchange.py",
+        "kernels/exchange/launcher.py",
         "a replay writes rows that the call before it still uses",
         "1 if self._captured else buffers",
         "buffers",

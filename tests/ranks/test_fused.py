@@ -102,7 +102,7 @@ def emulating(ranks: Ranks) -> Iterator[tuple[EmulatedNvlink, list[int]]]:
         emulate(patch, blocks=2)
         sms = SMS[ranks.rank % len(SMS)]
         patch.setattr(home, "multiprocessors", lambda device: sms)
-        for file in ("transport.nvlink", "kernels.exchange.exchange"):
+        for file in ("transport.nvlink", "kernels.exchange.launcher"):
             patch.setattr(f"imbrex.{file}.multiprocessors", lambda device: sms)
         patch.setattr("imbrex.exchange.nvlink.home_beside_gradients", launch)
         # So few tokens would come in one kernel.

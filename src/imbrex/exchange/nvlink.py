@@ -9,9 +9,6 @@ Rows have the worst-case size. In large batches whose rows a backward keeps, the
 A move is one whole kernel call: nothing is written before it, and little is read after it. Serially it runs
 in the caller's stream. Beside experts it runs in a stream of its own, one for all layers of a transport,
 because a GPU runs one kernel at a time that waits for peers.
-
-The kernels choose replicas in equal parts or by the loads of the batch. Any other split is computed on the
-host, after one synchronisation, and the kernels get slots as experts (`nvlink_fit.kernel_placement`).
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from imbrex.contracts import (
@@ -40,24 +36,13 @@ from imbrex.contracts import (
     Wire,
 )
 from imbrex.exchange import plan
-from imbrex.exchange.agreement import explain, find_problem, raise_together
-from imbrex.exchange.dispatcher import WiredDispatcher, nothing_to_move
-from imbrex.exchange.nvlink_fit import (
-    DTYPE,
-    NOTES,
-    FewRows,
-    Part,
-    Spared,
-    is_coded,
-    kernel_placement,
-    part_of,
-    row_capacity_for,
-    word_of,
-)
+from imbrex.exchange.dispatcher import nothing_to_move
+from imbrex.exchange.nvlink_fit import FewRows, Part, is_coded, row_capacity_for
+from imbrex.exchange.nvlink_meeting import NvlinkMeeting
 from imbrex.exchange.recorded import Recorder
 from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
 from imbrex.kernels.exchange.groups import empty_groups
-from imbrex.kernels.exchange.launches import Choosing, Sums
+from imbrex.kernels.exchange.launches import Sums
 from imbrex.kernels.exchange.lease import Staged
 from imbrex.kernels.ffn.ffn import LeftProduct
 from imbrex.kernels.ffn.glue import COUNTERS, Groups
@@ -65,46 +50,40 @@ from imbrex.kernels.fused.down_home import cut_of, down_and_sums, pieces_of, why
 from imbrex.kernels.fused.home import computed, home_beside_gradients, why_not_home
 from imbrex.kernels.fused.others_first import others_first, why_not_first
 from imbrex.kernels.fused.rows_out import bring_rows
-from imbrex.kernels.routing.routed import Sizes, Tables, placement_tables, write_tables
 from imbrex.kernels.rows.expand import expand_fp8, expand_fp8_rows
 from imbrex.kernels.rows.weights import spread, weigh
-from imbrex.runtime.checks import debug_is_on
 from imbrex.runtime.deferred import Deferral
 from imbrex.runtime.gradients import looks_for_nan
 from imbrex.transport.collective import Done
-from imbrex.transport.nvlink import Nvlink, Size
+from imbrex.transport.nvlink import Nvlink
 
 _WIRES = {"fp8": "fp8"}
 """How sums cross, by the name of a codec; else as bfloat16."""
 
 
-class NvlinkDispatcher(WiredDispatcher):
+class NvlinkDispatcher(NvlinkMeeting):
     """Moves rows by kernels that read and write the peers' memory. Tokens are bfloat16.
 
     sms, sms_home: multiprocessors for its moves, and for those that take the tokens' gradients home. start:
     begins a move in a stream beside the caller's; `None`: moves run in the caller's stream.
     """
 
-    dtypes: Sequence[torch.dtype] = (DTYPE,)
-
     def __init__(
         self, geometry: Geometry, transport: Nvlink, wire: Wire, observer: Listener, layer: int
     ) -> None:
-        self.transport, self.wire, self.world_size = transport, wire, transport.world_size
-        self.place = transport.device
-        self._writes_fp8, self._debug = is_coded(wire.dispatch), debug_is_on()
-        self._tables: Tables | None = None
-        self.tally_WS: Tensor | None = None
+        self._writes_fp8 = is_coded(wire.dispatch)
         self.sms = self.sms_home = transport.sms
         self.start: Callable[[Callable[[], Any]], Pending] | None = None
-        self.fuses, self.inner, self.calls = False, 0, 0
-        self.recorder = Recorder(self)
-        super().__init__(geometry, observer, layer)
-        transport.join(self)
+        self.inner, self.recorder = 0, Recorder(self)
+        super().__init__(geometry, transport, wire, observer, layer)
 
-    def close(self) -> None:
-        super().close()
-        self.transport.leave(self)
+    def relocate(self, geometry: Geometry) -> None:
+        super().relocate(geometry)
+        self.recorder.forget()
+
+    def count_into(self, tally_WS: Tensor | None) -> None:
+        super().count_into(tally_WS)
+        self.recorder.forget()
 
     def beside(self, chunks: int, *, in_turn: bool = False) -> NvlinkDispatcher:
         """A dispatcher that moves rows in a stream beside the caller's, on few multiprocessors. With one
@@ -136,96 +115,6 @@ class NvlinkDispatcher(WiredDispatcher):
         if self.fuses and RowForm.UNDER_WAY in forms:
             return RowForm.UNDER_WAY
         return super().form_of(forms, x_TD, weights_TK)
-
-    def relocate(self, geometry: Geometry) -> None:
-        super().relocate(geometry)
-        self.recorder.forget()
-        self.placed = placed = kernel_placement(geometry)
-        self._slots = len(geometry.local_slots)
-        self.size = Size(
-            rank_offsets=placed.placement.rank_offsets,
-            tensor=geometry.tensor_parallel,
-            experts=placed.placement.num_experts,
-            choices=geometry.top_k,
-            row_bytes=geometry.hidden_size * DTYPE.itemsize,
-            compact=is_coded(self.wire.dispatch) or is_coded(self.wire.combine_backward),
-        )
-        self._sizes = Sizes(1, self.world_size, geometry.top_k, self.size.most_slots)
-        self._spared = Spared.of(self.size, self.world_size)
-        lengths = placed.placement.num_experts + 1, placed.placement.num_slots, placed.placement.num_ranks + 1
-        if self._tables and tuple(len(table) for table in self._tables) == lengths:
-            write_tables(self._tables, placed.placement)
-        else:
-            self._tables = placement_tables(placed.placement, self.transport.device)
-
-    @property
-    def counts_on_device(self) -> bool:
-        return not self.placed.by_slot and self.geometry.tensor_parallel == 1
-
-    def count_into(self, tally_WS: Tensor | None) -> None:
-        if not self.counts_on_device:
-            super().count_into(tally_WS)
-        self.recorder.forget()
-        self.tally_WS = tally_WS
-
-    def check(self, *, synchronize: bool = False) -> None:
-        self.transport.check(synchronize=synchronize)
-
-    def check_in(self, x_TD: Tensor, routing: Routing, *, before: int = 0) -> None:
-        self.meet(x_TD, routing)
-
-    def agree(self, parts: Sequence[tuple[Tensor, Routing]], form: RowForm = RowForm.ROWS) -> list[Part]:
-        return [self.meet(x_TD, routing, form) for x_TD, routing in parts]
-
-    def meet(self, x_TD: Tensor, routing: Routing, form: RowForm = RowForm.ROWS) -> Part:
-        """Tell all ranks of this part and hear of theirs. ValueError on all where one's input is wrong."""
-        problem = self._why_not_input(x_TD, routing)
-        self.calls += 1
-        kind = self.calls, self.number, self.layer, self.where, self.fuses << 1 | self.uncompiled
-        note = hash(kind) % NOTES  # of whole numbers: the same in every process
-        tokens, back = x_TD.shape[0], x_TD.requires_grad
-        many = back and tokens >= self._spared.many_tokens(self.transport.num_owners)
-        value = word_of(tokens, back, many, form is RowForm.FP8, self.promise)
-        self.promise = self.uncompiled = False
-        values_W, wrong = self.transport.agree_on_call(value, fine=problem is None, note=note)
-        if problem:
-            raise ValueError(f"dispatch: on rank {self.geometry.rank}, {problem}")
-        if wrong is not None:
-            raise ValueError(f"dispatch: rank {wrong} was given tokens that cannot be dispatched")
-        if not self.transport.agreed:
-            raise ValueError(
-                f"dispatch: ranks disagree about what is called: here call {self.calls} of exchange "
-                f"{self.number} (numbered as they were made), layer {self.layer}, placement "
-                f"{self.where:08x}; every rank must call the same layers in the same order, with the same "
-                "placement; beside a compiled one by schedule='serial'"
-            )
-        part, self.promised = part_of(routing.ids_TK, values_W)
-        return part
-
-    @property
-    def about_rows(self) -> str:
-        return self._spared.about(self.transport.exact_rows, self.transport.num_owners)
-
-    def agree_on_rows(self, problem: str | None, dtype: torch.dtype) -> None:
-        """Compare a word on the hosts' board; no GPU is asked. Rows have one dtype here."""
-        _, wrong = self.transport.agree_on_call(0, fine=problem is None, note=self.calls % NOTES)
-        if wrong is not None:
-            raise_together(self.transport, "combine", problem)
-
-    def _why_not_input(self, x_TD: Tensor, routing: Routing) -> str | None:
-        limit = self.transport.max_tokens
-        problem = find_problem(x_TD, routing, self.geometry, self.place, self._debug)
-        if problem[0]:
-            return explain(problem)
-        if x_TD.dtype != DTYPE:
-            return (
-                f"x is {x_TD.dtype}; NVLink's kernels move bfloat16: convert it, or use transport='alltoall'"
-            )
-        if limit is not None and x_TD.shape[0] > limit:
-            return (
-                f"x has {x_TD.shape[0]} tokens; this exchange was made for {limit}: use Nvlink(max_tokens=)"
-            )
-        return None
 
     def dispatch(
         self, plan: Part, x_TD: Tensor, weights_TK: Tensor, form: RowForm = RowForm.ROWS
@@ -300,11 +189,6 @@ class NvlinkDispatcher(WiredDispatcher):
         with self.observer.span("dispatch", layer=self.layer):
             return self._move_out(x_TD, routed, self._count_rows(routed), self.wire.dispatch), routed
 
-    @property
-    def choosing(self) -> Choosing:
-        assert self._tables is not None
-        return {"tally": self.tally_WS, "tables": self._tables, "balanced": self.placed.balanced}
-
     def _stage(
         self, kernels: NvlinkExchange, inputs: tuple[Tensor, Tensor, Tensor], worst: int
     ) -> tuple[Staged, Routed]:
@@ -317,19 +201,6 @@ class NvlinkDispatcher(WiredDispatcher):
         no_memory = x_TD.new_empty(1, x_TD.shape[1]).expand(worst, -1)
         staged, routed = how(out=no_memory)
         return replace(staged, rows=x_TD.new_empty(self._count_rows(routed), x_TD.shape[1])), routed
-
-    def counts_first(self, part: Part, worst: int) -> bool:
-        """Whether the host waits to hear how many rows there are; else there is room for `worst`."""
-        exact = self.transport.exact_rows
-        if exact is None:
-            exact = part.spares(worst * (self.world_size - 1) // self.world_size * self.size.row_bytes)
-        return exact and not self.transport.capturing
-
-    def _count_rows(self, routed: Routed) -> int:
-        """The number of rows, as the GPU counted them."""
-        self.observer.count("host_syncs", 1, layer=self.layer)
-        # host sync: asked for by `exact_rows`, or for the sake of memory
-        return int(routed.totals_L4[0, 0])
 
     def _move_out(self, x_TD: Tensor, routed: Routed, num_rows: int, codec: Codec) -> Tensor:
         """Move tokens along a routing that is known: expert-major rows [num_rows, D]."""
@@ -349,24 +220,6 @@ class NvlinkDispatcher(WiredDispatcher):
         expand: Callable[..., Any] = expand_fp8,
     ) -> Any:
         return expand(coded_1MB, x_TD, routed, self.geometry.rank, num_rows, load=self.transport.load)
-
-    def _choices(self, ids_TK: Tensor) -> Tensor:
-        """The choices as the kernels take them: experts, or slots in their place if the host splits."""
-        if not self.placed.by_slot:
-            return ids_TK.contiguous()
-        geometry = self.geometry
-        with self.observer.span("plan", layer=self.layer):
-            counts_E = plan.count_choices(ids_TK, geometry.placement.num_experts)
-            self.observer.count("host_syncs", 1, layer=self.layer)
-            split_WS = geometry.split(self.transport.exchange_counts(counts_E), geometry.placement)
-            return plan.choose_slots(ids_TK.contiguous(), split_WS[geometry.rank], geometry.placement)
-
-    def fake_state(self, ids_TK: Tensor, rows: Any, size: Callable[[], Any]) -> list[Tensor]:
-        return [ids_TK.new_empty(size(), self._sizes.columns, dtype=torch.int32)]
-
-    def read_state(self, state: Sequence[Tensor]) -> Routed:
-        """The state of a handle as kernels take it."""
-        return Routed.of_words(state[0], self._sizes)
 
     def combine(
         self,
@@ -549,20 +402,6 @@ class NvlinkDispatcher(WiredDispatcher):
             return d_y_RD, weights_R.new_empty(0)
         with self.observer.span("combine_backward", layer=self.layer):
             return weigh(d_y_RD, rows_RD, weights_R, self.read_state(state))
-
-    def kernels_for(self, part: Part) -> NvlinkExchange:
-        """The kernels for a dispatch. All ranks call this together: a larger part may want another heap."""
-        kernels = self.transport.exchange_for(
-            self.size, self.placed.placement, part.max_tokens, self.observer
-        )
-        kernels.layer = self.layer
-        return kernels
-
-    def kernels_of(self, max_tokens: int) -> NvlinkExchange:
-        """The kernels that made a routing with room for `max_tokens` of a rank."""
-        kernels = self.transport.exchange_of(self.size, max_tokens)
-        kernels.layer = self.layer
-        return kernels
 
     def _sum(
         self,

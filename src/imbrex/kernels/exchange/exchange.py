@@ -27,7 +27,6 @@ has written, expired leases included, reads as NaN (`failures.py`).
 from __future__ import annotations
 
 import ctypes
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
@@ -35,25 +34,21 @@ import torch
 from torch import Tensor
 
 from imbrex.contracts import Placement
-from imbrex.kernels import jit, records
-from imbrex.kernels.arguments import multiprocessors
+from imbrex.kernels import jit
 from imbrex.kernels.exchange import launches as how
 from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange import variants as kernel
-from imbrex.kernels.exchange.failures import Status, check_choices, check_rows, check_sent, poison
+from imbrex.kernels.exchange.failures import check_choices, check_rows, check_sent, poison
 from imbrex.kernels.exchange.groups import RowGroups
+from imbrex.kernels.exchange.launcher import Launcher
 from imbrex.kernels.exchange.launches import Choosing, Sums, default_sms
 from imbrex.kernels.exchange.lease import Lease, Staged, staged_rows
 from imbrex.kernels.ffn.both import ended_before_last
 from imbrex.kernels.heap import Heap
 from imbrex.kernels.routing.routed import Routed, Sizes, empty_routed, placement_tables
-from imbrex.kernels.structs import Struct
-from imbrex.runtime.checks import debug_is_on
-
-_serials = itertools.count()
 
 
-class NvlinkExchange:
+class NvlinkExchange(Launcher):
     """Routes, moves, expands and sums rows among the GPUs of one host, each call one kernel.
 
     make_heap: makes a `Heap` of a number of bytes (collective). placement: where the experts live.
@@ -77,67 +72,18 @@ class NvlinkExchange:
         load: Callable[..., Any] = jit.load,
     ) -> None:
         how.check_shape(placement, shape, moves=compact or expert)
-        self.shape, self.placement = shape, placement
+        layout = lay.layout(shape, compact=compact, expert=expert)
+        super().__init__(make_heap, shape, layout, timeout, load)
+        self.placement = placement
         # slots for replicas, of this placement or of later ones
         self._room = max(placement.num_slots - placement.num_experts, 0)
-        self.layout = lay.layout(shape, compact=compact, expert=expert)
-        self.heap = make_heap(self.layout.nbytes)
-        self.device = self.heap.local.device
-        self.local_ranks = self.heap.local.shape[0]
-        self._layer = self.least_sms = 0  # the SMs of the rank that has fewest, where all were asked
-        self.debug = debug_is_on()
-        self.last_sms: dict[str, int] = {}
-        self._calls: dict[str, int] = dict.fromkeys(lay.KINDS, 0)
-        self._captured = False
-        self._groups: dict[Any, Struct] = {}
         self._places: dict[tuple[int, int], tuple[int, int] | None] = {}
         """Results of `expert_shape`, by bytes of a row and multiprocessors."""
-        self.serial = next(_serials)
-        variants = kernel.shipped_variants() if shape.ranks <= lay.MOST_RANKS else [kernel.ROUTE_MANY]
-        self._load = load
-        self._kernels = {variant: load(variant, self.device) for variant in variants}
         at_least = route_blocks or (8 if compact else 24)
         self.route_blocks, self._route_shared = lay.route_blocks(shape, at_least, self._room)
-        self._status = Status(self.heap, timeout)
         tables = placement_tables(placement, self.device)
         self._sizes = Sizes(self.local_ranks, shape.ranks, shape.choices, shape.most_slots)
         self._plan = how.RoutingPlan(shape, self.layout, placement.num_slots, self._room, tables)
-
-    @property
-    def layer(self) -> int | None:
-        return self._layer - 1 if self._layer else None
-
-    @layer.setter
-    def layer(self, layer: int | None) -> None:
-        self._layer = 0 if layer is None else 1 + layer
-        for group in self._groups.values():
-            group.layer = self._layer
-
-    def check(self, *, synchronize: bool = False) -> None:
-        """Raise `ExchangeError` if a call has failed. Without `synchronize`, calls that are still running on
-        the device are not known to have failed."""
-        if synchronize and self.device.type == "cuda":
-            # host sync: asked for
-            torch.cuda.synchronize(self.device)
-        self._status.check()
-
-    @property
-    def usable(self) -> bool:
-        """Whether calls can go on. A failed exchange stays failed on every rank: `close()` it, and make
-        another if all ranks are alive."""
-        return not self._status.failed
-
-    def overflows(self) -> list[int]:
-        """The number of routings of each local rank that did not fit `row_capacity` or `token_capacity`. The
-        `totals_L4` of a routing says whether it fitted."""
-        at = lay.OVERFLOWS_AT
-        # host sync: asked for
-        return self.heap.local[:, at : at + 4].clone().view(torch.int32)[:, 0].tolist()
-
-    def close(self, *, together: bool = True) -> None:
-        """Free the heap. Collective if `together` and the exchange has not failed; after a failure peers may
-        be gone."""
-        self.heap.close(together=together and self.usable)
 
     def route(
         self,
@@ -456,21 +402,6 @@ class NvlinkExchange:
         self.next_buffer("combine")
         return how.reduce_args(self.shape, self.layout, rows, out, routed, sums)
 
-    def most_blocks(self, variant: Any = None, block: tuple[int, int, int] = (1, 0, 0)) -> int:
-        """The most blocks that one rank's launch can have. variant: of clusters. block: blocks a cluster,
-        threads a block and shared memory a block."""
-        cluster, threads, shared = block
-        sms = min(self.least_sms or multiprocessors(self.heap.local.get_device()), lay.MAX_BLOCKS)
-        if cluster == 1:
-            return sms
-        fitting = cluster * self._kernel(variant).clusters(cluster, threads, shared)
-        return min(fitting, sms // cluster * cluster)
-
-    def _kernel(self, variant: jit.Variant) -> Any:
-        if variant not in self._kernels:
-            self._kernels[variant] = self._load(variant, self.device)
-        return self._kernels[variant]
-
     def reduced_rows(self, width: int) -> Tensor:
         """The sums of this rank that the next `combine_compact` reads: bf16 [L, token_capacity, D] in the
         heap, for the caller to write.
@@ -511,62 +442,6 @@ class NvlinkExchange:
         how.check_inputs(self.shape, ids, weights, tokens, routed.max_tokens)
         return how.route_args(self._plan, ids, weights, tokens, routed, choosing, small=small)
 
-    def _launch(
-        self,
-        variant: jit.Variant,
-        kind: str,
-        blocks: int,
-        threads: int,
-        shared: int,
-        args: ctypes.Structure,
-        besides: Sequence[Any] = (),
-        cluster: int = 1,
-    ) -> None:
-        """Launch a kernel over the local ranks. besides: its arguments after the group and `args`, of a
-        kernel that begins before the one before it has ended."""
-        self.check()
-        if not 1 <= blocks <= lay.MAX_BLOCKS:
-            raise ValueError(f"exchange: num_sms is {blocks}; it must be 1 to {lay.MAX_BLOCKS}")
-        self._calls[kind] += 1
-        self.last_sms[kind] = blocks
-        shape = {"grid": blocks * self.local_ranks, "block": threads, "smem": shared, "cluster": cluster}
-        how = {**shape, "dependent": bool(besides) or variant in kernel.DEPENDENT}
-        records.launch(self._kernel(variant), [self._group(blocks), args, *besides], how)
-
-    def launch_again(self, launch: Any, kinds: Sequence[str], *addresses: int) -> None:
-        """Make a recorded launch again. kinds: the calls that it stands for."""
-        self._status.check()
-        for kind in kinds:
-            self._calls[kind] += 1
-        launch.launch(*addresses)
-
-    def _group(self, blocks: int) -> Struct:
-        """The struct that tells a kernel of `blocks` blocks about the ranks; made once."""
-        group = self._groups.get(blocks)
-        if group is None:
-            group = self._groups[blocks] = self._status.group(
-                ranks=self.shape.ranks, blocks=blocks, layer=self._layer, layout=self.layout
-            )
-        return group
-
-    def group_of(self, local: int, blocks: int) -> Struct:
-        """The struct that tells a launch of one rank, number `local` of this process, about the ranks."""
-        group = self._groups.get((local, blocks))
-        if group is None:
-            whole = self._group(blocks)
-            group = self._groups[local, blocks] = type(whole).from_buffer_copy(whole)
-            group.first = self.heap.first + local
-            group.host_status = self._status.words_L8[local].data_ptr()
-        return group
-
-    def next_buffer(self, kind: str, *, peek: bool = False) -> tuple[int, int]:
-        """The buffer of the next call, and how many calls ago it was last used. A captured call keeps its
-        buffer, so after the first capture that may be one call ago."""
-        if not peek and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._captured = True
-        buffers = self.shape.buffers
-        return self._calls[kind] % buffers, 1 if self._captured else buffers
-
     def _count_routing(self, blocks: int) -> None:
         """Count a routing that a kernel for rows does as well."""
         self._calls["route"] += 1
@@ -578,9 +453,6 @@ class NvlinkExchange:
             poison(routed.words_TC)
         return routed
 
-    def _unwritten(self, tensor: Tensor) -> Tensor:
-        return poison(tensor) if self.debug else tensor
-
     def _poison_expired(self) -> None:
         """Poison the rows whose lease the next push ends; no peer writes there before that push begins."""
         s = self.shape
@@ -588,12 +460,3 @@ class NvlinkExchange:
         if self.debug and call > 0:
             start = self.layout.received + (call - 1) % s.buffers * self._buffer_bytes(s.token_capacity)
             poison(self.heap.local[:, start : start + self._buffer_bytes(s.token_capacity)])
-
-    def _buffer_bytes(self, rows: int) -> int:
-        return rows * self.shape.row_bytes
-
-    def _rows(self, offset: int, buffer: int, width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        rows = self.shape.token_capacity
-        start = offset + buffer * self._buffer_bytes(rows)
-        part = self.heap.local[:, start : start + rows * width * dtype.itemsize]
-        return part.view(dtype).view(self.local_ranks, rows, width)
