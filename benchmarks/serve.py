@@ -108,6 +108,16 @@ def at_contexts(name: str, sweep: Sweep, contexts: list[int]) -> Sweep:
     return replace(sweep, rooms=tuple((n,) for n in contexts) if by_room else (tuple(contexts),))
 
 
+def engines_of(
+    sweep: Sweep, way: str, rooms: tuple[tuple[int, ...], ...], drafts: list[int]
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Drafts a step and lengths of caches of a way's engines, in the order they are timed. drafts: those to
+    time, where not those of the sweep behind none."""
+    if drafts:
+        return list(product(drafts, rooms))
+    return [(0, of) for of in rooms] + [(n, rooms[0]) for n in FORCED if way in sweep.drafting]
+
+
 def way_of(name: str) -> Way:
     if name == FP8:
         return Way(transport="nvlink", codec="fp8", experts="kernels-fp8")
@@ -403,21 +413,14 @@ class Run:
                 model = make_beside(base, way_of(way), self.group)  # type: ignore[arg-type]
             try:
                 # A step that asks the host for counts takes long: one length of caches is enough.
-                for contexts in sweep.rooms if way_of(way).captured else sweep.rooms[:1]:
-                    self.engine(model, name, way, contexts, 0)
-                for drafts, contexts in self.drafted(sweep, way):
+                rooms = sweep.rooms if way_of(way).captured else sweep.rooms[:1]
+                for drafts, contexts in engines_of(sweep, way, rooms, self.args.drafts):
                     self.engine(model, name, way, contexts, drafts)
             except Exception as wrong:  # noqa: BLE001  # The others are timed all the same.
                 self.stages.over(f"{name} {way}: {type(wrong).__name__}: {str(wrong)[:300]}")
         # Kernels of this model's widths: another's are compiled for its own, not for both.
         torch.compiler.reset()
         compiled.cache_clear()
-
-    def drafted(self, sweep: Sweep, way: str) -> list[tuple[int, tuple[int, ...]]]:
-        """Drafts and lengths of caches of engines that draft."""
-        if self.args.drafts:
-            return list(product(self.args.drafts, sweep.rooms))
-        return [(drafts, sweep.rooms[0]) for drafts in FORCED if way in sweep.drafting]
 
     def make(self, name: str, way: str) -> Decoder:
         options: dict[str, Any] = {"device": self.device, "dtype": torch.bfloat16}
@@ -452,7 +455,11 @@ class Run:
         case |= {"drafts": drafts, "forced": FORCED[drafts]} if drafts else {}
         timed = contexts if settings.graphs else contexts[:1]
         own = [self.step(engine, way, case | {"B": b, "context": n}) for n in timed for b in batches]
-        own += [self.chunk(engine, way, case | {"context": n}, live) for live in LIVE for n in (0, *timed)]
+        # Where attention goes through all of a slot, a chunk with nothing before it takes as long.
+        before = timed if isinstance(MODELS[name].attention, Latent) else (0, *timed)
+        for n in before:
+            fill_prompts(engine, n)
+            own += [self.chunk(engine, way, case | {"context": n}, live) for live in LIVE]
         self.rows += own
         self.show(own)
         self.stages.over(f"{name} {way} timed, {torch.cuda.max_memory_allocated() >> 30} GiB at most")
@@ -512,7 +519,6 @@ class Run:
         } | parts
 
     def chunk(self, engine: Engine, way: str, case: dict[str, Any], live: int) -> dict[str, Any]:
-        fill_prompts(engine, case["context"])
         ready = partial(ready_chunk, engine, case["context"], live)
         taken = slowest_seconds(ready, engine.programs["prefill"])
         engine.steps.state.length_Z.zero_()
@@ -559,7 +565,8 @@ def main() -> None:
     parser.add_argument("--brief", action="store_true", help="one length of caches, no drafts, no loop")
     behind = "tokens before the steps, where not those of a sweep"
     parser.add_argument("--contexts", nargs="+", type=int, default=[], metavar="N", help=behind)
-    parser.add_argument("--drafts", nargs="+", type=int, default=[], choices=list(FORCED), help="beside none")
+    drafts = "tokens that steps draft, in the order they are timed; 0: none"
+    parser.add_argument("--drafts", nargs="+", type=int, default=[], choices=[0, *FORCED], help=drafts)
     parser.add_argument("--kernels", action="store_true", help="print the kernels of a step, too")
     parser.add_argument("--as-written", action="store_true", help="what stands between products, uncompiled")
     parser.add_argument("--out", help="the result file, where not that of so many GPUs")

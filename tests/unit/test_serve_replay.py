@@ -132,6 +132,14 @@ def test_contexts_of_latent_attention_want_an_engine_each() -> None:
     assert benchmark.at_contexts("deepseek-v3-8", short, [1024, 4608]).rooms == ((1024,), (4608,))
 
 
+def test_engines_are_timed_in_the_order_of_their_drafts() -> None:
+    sweep = benchmark.Sweep(ways=("nvlink",), rooms=((1024,), (4608,)), drafting=("nvlink",))
+    plain = [(0, (1024,)), (0, (4608,))]
+    assert benchmark.engines_of(sweep, "nvlink", sweep.rooms, [3, 0]) == [(3, (1024,)), (3, (4608,)), *plain]
+    assert benchmark.engines_of(sweep, "nvlink", sweep.rooms, []) == [*plain, (1, (1024,)), (3, (1024,))]
+    assert benchmark.engines_of(sweep, "alone", sweep.rooms[:1], []) == plain[:1]
+
+
 def test_a_chunk_of_one_prompt_takes_less_than_one_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four users' prompts of 8 tokens in chunks of 4 x 4: two chunks of four, then of one alone each."""
     curves = {4: [(0, 8.0), (4, 9.0)], 1: [(0, 2.0), (16, 3.0)]}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import pareto
+from torch import nn
 
 from imbrex.bench.serve import command, measured
 from imbrex.bench.serve.command import ways_from_words
@@ -206,19 +209,51 @@ def test_the_heads_are_compared_in_words(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "1.50x at 8" in finding.verdict[0]
 
 
-def test_rows_are_kept_where_a_run_is_cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def args(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> argparse.Namespace:
+    """The words of a command that measures without ranks."""
+    monkeypatch.setenv("IMBREX_TIMEOUT_S", "9.0")  # which the command sets
+    monkeypatch.setattr(command, "join", lambda args: torch.device("cpu"))
+    monkeypatch.setattr(command, "words_of", lambda args: ["--users", "2"])
+    words = {"transport": "alltoall", "codec": "identity", "experts": "auto", "timeout": 9.0}
+    return argparse.Namespace(**words, json=str(tmp_path / "rows.json"), board="board", report=None)
+
+
+def test_rows_are_kept_where_a_run_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, args: argparse.Namespace, tmp_path: Path
+) -> None:
     def compare(*_: Any) -> Iterator[dict[str, Any]]:
         yield row("alltoall", 2, 1.0, 2.0, model="demo")
         raise InterruptedError
 
-    monkeypatch.setenv("IMBREX_TIMEOUT_S", "9.0")  # which the command sets
-    monkeypatch.setattr(command, "join", lambda args: torch.device("cpu"))
-    monkeypatch.setattr(command, "words_of", lambda args: ["--users", "2"])
     monkeypatch.setattr(command, "compare", compare)
-    args = argparse.Namespace(transport="alltoall", codec="identity", experts="auto", timeout=9.0)
-    args.json, args.board, args.report = str(tmp_path / "rows.json"), "board", None
     with pytest.raises(InterruptedError):
         command._measure(args, 0, None)  # type: ignore[arg-type]
     kept = json.loads((tmp_path / "rows.json").read_text())
     assert [entry["impl"] for entry in kept["rows"]] == ["alltoall"]
     assert kept["runs"][0]["command"] == "imbrex bench serve --users 2"
+
+
+def test_a_model_goes_before_that_of_the_next_way_comes(
+    monkeypatch: pytest.MonkeyPatch, args: argparse.Namespace
+) -> None:
+    """Two may not fit a GPU, and Python's collector may wait."""
+    alive: list[weakref.ref[nn.Module]] = []
+
+    def compare(*_: Any) -> Iterator[dict[str, Any]]:
+        assert not any(model() for model in alive)
+        model = nn.Identity()
+        model.own = [model]  # type: ignore[assignment]
+        alive.append(weakref.ref(model))
+        yield row("alltoall", 2, 1.0, 2.0, model="demo")
+        if len(alive) == 2:
+            raise InterruptedError
+
+    monkeypatch.setattr(command, "compare", compare)
+    args.transport = "alltoall,alone"
+    gc.disable()
+    try:
+        with pytest.raises(InterruptedError):
+            command._measure(args, 0, None)  # type: ignore[arg-type]
+    finally:
+        gc.enable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import shlex
 import warnings
@@ -222,6 +223,7 @@ def _measure(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
     rows: list[dict[str, Any]] = []
     keep = _writer(args) if args.json and rank == 0 else None
     for way in ways_from_words(args):
+        gc.collect()  # the models of two ways may not fit a GPU
         for row in compare(args, way, device, board):
             rows.append(row)
             if keep is not None:
