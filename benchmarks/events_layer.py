@@ -1,4 +1,5 @@
-"""A whole layer by `serial` and by events, a GPU for every rank: `events.py --layer` runs it.
+"""A whole layer by `serial` and by events, a GPU for every rank: `events.py --layer` runs it. Events that do
+without nobody are run by fused's kernels; a row says in `reason` what ran.
 
 From the gate's choices to the combined output and, with a backward, all gradients: our experts, weights and
 tokens in bfloat16, all ways in turns, each sample the slowest rank's from aligned ranks. Nobody is late.
@@ -116,7 +117,8 @@ class Layers:
         return call
 
     def measure(self, model: str, setting: Setting, tokens: int, repeats: int, clock: Clock) -> list[dict]:
-        """A row for every way; `bits` says whether answers without a dropped choice are those of serial."""
+        """A row for every way; `bits` says whether answers without a dropped choice are those of serial,
+        `reason` what ran."""
         calls = {name: self.call(name, setting, tokens) for name in self.ways}
         times: dict[str, list[float]] = {name: [] for name in calls}
         order = random.Random(1)  # the same on all ranks
@@ -143,6 +145,7 @@ class Layers:
                 "max_us": round(max(of_way), 1),
                 "dropped_share": round(dropped[name], 5),
                 "bits": same[name],
+                "reason": self.ways[name].reason(self.exchange),
             }
             for name, of_way in zip(times, slowest.tolist(), strict=True)
         ]
@@ -202,6 +205,7 @@ def save(asked: Asked, rows: Sequence[dict[str, Any]]) -> None:
         "median_us": "the slowest rank's, from aligned ranks and an idle GPU",
         "bits": "whether outputs and gradients are serial's, where nothing is dropped",
         "dropped_share": "of all timed calls' choices",
+        "reason": "what ran",
     }
     write_results(asked.out, asked.question, asked.run | {"definitions": definitions}, rows)
 

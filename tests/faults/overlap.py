@@ -232,6 +232,14 @@ EVENTS = [
         ("unit/test_events_kernels.py::test_a_wrong_input_ends_the_calls_of_all_ranks",),
     ),
     Fault(
+        "events-fused-on-some-ranks",
+        "overlap/events/__init__.py",
+        "with nobody to be missing, a rank's kernels bring rows that its peers', of other experts, do not",
+        "self._fused if min(fits_W) == max(fits_W) else Serial()",
+        "self._fused",
+        ("ranks/test_events_fused.py::test_ranks_whose_experts_are_unlike_run_serially",),
+    ),
+    Fault(
         "events-gradients-of-rows-in-vain",
         "overlap/events/device.py",
         "the gradients of weights are not those of the mask where rows were computed in vain",

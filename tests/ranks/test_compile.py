@@ -159,10 +159,9 @@ def test_a_sum_of_losses_that_nobody_reads_is_no_dead_code(pool: Pool) -> None:
 def run_beside_a_slow_compiler(ranks: Ranks, transport: str) -> list[Tensor]:
     """The last rank compiles for longer than a rank may be silent; later calls take no such time."""
     torch._dynamo.reset()
-    schedule = "events" if transport == "events" else "serial"
-    transport = "alltoall" if transport == "events" else transport
+    schedule, _, transport = transport.rpartition(" over ")
     moves = EmulatedNvlink(ranks.group, timeout=1.0) if transport == "nvlink" else transport
-    options = {"transport": moves, "timeout": 1.0, "schedule": schedule}
+    options = {"transport": moves, "timeout": 1.0, "schedule": schedule or "serial"}
     case = Case(config=WIDE, tokens=(5, 3), dtype=torch.bfloat16, options=options)
     layer = make_layer(case, ranks.group)
 
@@ -182,7 +181,14 @@ def run_beside_a_slow_compiler(ranks: Ranks, transport: str) -> list[Tensor]:
 
 
 @pytest.mark.untraced
-@pytest.mark.parametrize("transport", ["alltoall", "events", pytest.param("nvlink", marks=EMULATED)])
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "alltoall",
+        "events over alltoall",
+        *(pytest.param(over, marks=EMULATED) for over in ("nvlink", "events over nvlink")),
+    ],
+)
 def test_ranks_wait_for_one_that_compiles(pool: Pool, transport: str) -> None:
     for first, *others in pool.run(2, run_beside_a_slow_compiler, transport):
         assert all(torch.equal(first, other) for other in others)

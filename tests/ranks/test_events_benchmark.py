@@ -66,6 +66,8 @@ def test_rows_of_a_layer_make_a_result_file_and_a_table(
         assert row == other, "a sample is the slowest rank's on all ranks"
         assert 0 < row["min_us"] <= row["median_us"] <= row["max_us"]
         assert (row["dropped_share"], row["bits"], row["n"]) == (0.0, True, REPEATS)
+        what = {"serial": "the default", "events": "asked for; nobody may be missing, so as fused: runs seri"}
+        assert row["reason"].startswith(what.get(row["impl"], "asked for; up to 1 peers may be missing"))
     out = tmp_path / "events.json"
     out.write_bytes((results.RESULTS / "events.json").read_bytes())
     before = json.loads(out.read_text())["rows"]

@@ -3,6 +3,7 @@ outputs and gradients are serial's, given the mask."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -49,7 +50,7 @@ def run_late(
     torch.manual_seed(0)
     options: dict[str, Any] = case.options | {"transport": nvlink}
     recorder = Recorder(rank=ranks.rank, device=ranks.device)
-    schedule = Events(TAU_S if epsilon else 0.0, epsilon)
+    schedule = Events(TAU_S if late else math.inf, epsilon)
     patient = options | {"schedule": schedule, "observer": recorder}
     ours: Any = make_layer(replace(case, options=patient), ranks.group, ranks.device)
     torch.manual_seed(0)
@@ -84,14 +85,18 @@ def run_late(
     return {"differ": differ, "dropped": dropped, "reasons": reasons, "counters": counters}
 
 
+@pytest.mark.parametrize("epsilon", [0, 1])
 @pytest.mark.parametrize("tensor_ranks", [1, 2])
-def test_without_patience_the_bits_are_those_of_serial(pool: Pool, tmp_path: Path, tensor_ranks: int) -> None:
+def test_where_nobody_is_late_the_bits_are_those_of_serial(
+    pool: Pool, tmp_path: Path, tensor_ranks: int, epsilon: int
+) -> None:
     for with_grad in (False, True):
         case = replace(CASE, tensor_parallel=tensor_ranks)
-        for answer in pool.run(4, run_late, case, "", 0, with_grad, tmp_path):
+        for answer in pool.run(4, run_late, case, "", epsilon, with_grad, tmp_path):
             assert answer["differ"] == []
             assert answer["dropped"] == [0] * STEPS
-            assert not {"drops", "gave_up"} & answer["counters"].keys()
+            assert not sum(answer["counters"].get("gave_up", [0]))
+            assert ("drops" in answer["counters"]) == bool(epsilon)
 
 
 @pytest.mark.parametrize(
@@ -124,16 +129,16 @@ def test_sums_in_fp8_have_the_bits_of_serial(pool: Pool, tmp_path: Path, late: s
     """Outputs and all gradients, nobody late, and of the masks that a late rank leaves. With tensor ranks
     where nobody is late."""
     case = replace(WIDE, tensor_parallel=1 if late else 2)
-    answers = pool.run(4, run_late, case, late, int(bool(late)), True, tmp_path)
+    answers = pool.run(4, run_late, case, late, 1, True, tmp_path)
     for rank, answer in enumerate(answers):
         assert answer["differ"] == [], rank
         assert (sum(answer["dropped"]) > 0) == bool(late) or (late == "experts" and rank == LATE)
 
 
-def run_wrong(ranks: Ranks, what: str) -> str:
+def run_wrong(ranks: Ranks, what: str, schedule: Events) -> str:
     """The error of a rank where rank 1's second input is wrong."""
     nvlink = EmulatedNvlink(ranks.group, timeout=20.0)
-    layer = make_layer(replace(CASE, options={"transport": nvlink, "schedule": Events()}), ranks.group)
+    layer = make_layer(replace(CASE, options={"transport": nvlink, "schedule": schedule}), ranks.group)
     x_TD = tokens_of(CASE, ranks.rank)
     wrong_TD = {"width": x_TD[:, :-1], "tokens": x_TD.repeat(99, 1)}[what]
     with torch.no_grad():
@@ -154,11 +159,19 @@ def run_wrong(ranks: Ranks, what: str) -> str:
     ],
 )
 def test_a_wrong_input_fails_on_all_ranks(pool: Pool, what: str, sentence: str) -> None:
-    sentences = pool.run(4, run_wrong, what)
+    sentences = pool.run(4, run_wrong, what, Events(20.0, 1))
     assert sentences[1].startswith(f"dispatch: on rank 1, {sentence}")
     for rank in (0, 2, 3):
         # Whose first call is not over when rank 1 gives up, loses that one.
         assert re.search(r"in events call [12] .*: a peer gave up", sentences[rank])
+
+
+def test_without_patience_a_wrong_input_is_every_ranks_sentence(pool: Pool) -> None:
+    """And more tokens than before are none."""
+    told, own, *others = pool.run(4, run_wrong, "width", Events())
+    assert own.startswith("dispatch: on rank 1, x has 2 dimensions and last size 63")
+    assert {told, *others} == {"dispatch: rank 1 was given tokens that cannot be dispatched"}
+    assert pool.run(4, run_wrong, "tokens", Events()) == [""] * 4
 
 
 def run_refused(ranks: Ranks, schedule: Any, options: dict[str, Any]) -> str:
@@ -172,8 +185,8 @@ def run_refused(ranks: Ranks, schedule: Any, options: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("codec", ["fp8", {"dispatch": "fp8"}, {"combine_backward": "fp8"}])
 def test_what_the_kernels_do_not_serve_is_every_ranks_sentence(pool: Pool, codec: Any) -> None:
-    for answer in pool.run(2, run_refused, Events(), {"codec": codec}):
-        assert "events over nvlink move tokens as they are, and sums also as fp8; give codec=" in answer
+    for answer in pool.run(2, run_refused, Events(1.0, 1), {"codec": codec}):
+        assert "patient events over nvlink move tokens as they are, and sums also as fp8; give an" in answer
 
 
 def run_in_order(ranks: Ranks, module: bool) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from imbrex.contracts import Experts, Output, Routing, RowExchange, Transport
+from imbrex.contracts import Experts, Output, Routing, RowExchange, Strategy, Transport
 from imbrex.exchange.agreement import agree
 from imbrex.overlap.events.backward import Backward
 from imbrex.overlap.events.budget import WHOLE
@@ -24,6 +24,7 @@ from imbrex.overlap.events.device import DeviceBackward, DeviceForward, DeviceSe
 from imbrex.overlap.events.forward import Forward
 from imbrex.overlap.events.ledger import Kind, Ledger
 from imbrex.overlap.events.seat import Patience, Seat, learnt
+from imbrex.overlap.fused import Fused, why_not_experts
 from imbrex.overlap.pipelined import parameters_of
 from imbrex.overlap.serial import Serial
 from imbrex.runtime.roll import tell_compiling, tell_running
@@ -44,8 +45,10 @@ class Events:
     budget: share of all ranks' choices that a layer may drop, counted from its first call on; 1: any. What is
         not dropped now may be later. Even choices never exceed it, others by less than a call's.
 
-    With an infinite tau or an epsilon of 0 the numbers are `serial`'s to the bit. The time-out of an exchange
-    is another thing: a rank that is silent for so long is lost, however patient its peers are.
+    With an infinite tau or an epsilon of 0 the numbers are `serial`'s to the bit. Over `nvlink` an epsilon of
+    0 is run by the kernels of `Fused`, whose tasks are tiles of an expert, begun as their rows come. The
+    time-out of an exchange is another thing: a rank that is silent for so long is lost, however patient its
+    peers are.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class Events:
         bound += "" if budget == 1 else f", budget={self.budget}"
         self.name = "events" if epsilon == 0 else f"events(tau={tau}, epsilon={epsilon}{bound})"
         self._seats: weakref.WeakKeyDictionary[RowExchange, Seat | DeviceSeat] = weakref.WeakKeyDictionary()
+        self._fused = Fused()
+        self._whole: weakref.WeakKeyDictionary[RowExchange, Strategy] = weakref.WeakKeyDictionary()
 
     @staticmethod
     def of(name: str) -> Events | None:
@@ -91,6 +96,11 @@ class Events:
     def reason(self, exchange: RowExchange) -> str:
         if exchange.world_size == 1:
             return "asked for; one rank: as serial"
+        if self._waits_for_all(exchange):
+            whole = self._whole.get(exchange, self._fused)
+            what = "runs serially: the experts of some ranks cannot bring their rows, those of others can"
+            what = what if isinstance(whole, Serial) else whole.reason(exchange).removeprefix("asked for: ")
+            return f"asked for; nobody may be missing, so as fused: {what}"
         often = "" if self.every == 1 else f", in one of {self.every} calls"
         often += "" if self.budget == 1 else f", for {100 * self.budget:g} % of the choices"
         clock = ", by the GPU's clock" if exchange.transport.name == "nvlink" else ""
@@ -110,6 +120,9 @@ class Events:
             _prepare()
             return _Outside.run(self, x_TD, routing, exchange, experts, addend)
         tell_running()
+        if self._waits_for_all(exchange):
+            whole = self._whole.get(exchange) or self._choose(x_TD, routing, exchange, experts)
+            return whole.run(x_TD, routing, exchange, experts, addend)
         parameters = tuple(parameters_of(experts))
         keep = differentiated(x_TD, routing.weights_TK, *parameters)
         seat = self._seat(x_TD, routing, exchange)
@@ -133,6 +146,18 @@ class Events:
         y_TD, kept_TK = _Run.apply(forward, x_TD, routing.weights_TK, added, *parameters)
         return Output(y_TD=y_TD, kept_TK=kept_TK if kept_TK.numel() else None)
 
+    def _waits_for_all(self, exchange: RowExchange) -> bool:
+        """Whether kernels do all waiting, and nobody may be missing: those of `Fused` run such a call."""
+        return self.epsilon == 0 and exchange.transport.name == "nvlink"
+
+    def _choose(self, x_TD: Tensor, routing: Routing, exchange: RowExchange, experts: Experts) -> Strategy:
+        """Choose how calls run that wait for all: by fused, or serially where ranks have experts of unlike
+        kinds. Collective, in an exchange's first call."""
+        exchange.dispatcher.check_in(x_TD, routing)
+        fits_W = self._agree(exchange, fits=why_not_experts(experts) is None)
+        whole = self._whole[exchange] = self._fused if min(fits_W) == max(fits_W) else Serial()
+        return whole
+
     def _seat(self, x_TD: Tensor, routing: Routing, exchange: RowExchange) -> Seat | DeviceSeat:
         seat = self._seats.get(exchange)
         if seat is None:
@@ -150,13 +175,15 @@ class Events:
             exchange.herald = partial(seat.check_in, exchange.geometry)
         return seat
 
-    def _agree(self, exchange: RowExchange) -> None:
-        """Raise ValueError on every rank if ranks have other settings, or if one cannot be served."""
+    def _agree(self, exchange: RowExchange, *, fits: bool = False) -> list[int]:
+        """Raise ValueError on every rank if ranks have other settings, or if one cannot be served. Returns by
+        rank what it says of its experts: whether their kernels can move rows."""
         problem = why_not_events(exchange, self.epsilon)
         error = None if problem is None else ValueError(f"schedule: {problem}")
         settings = {"tau": str(self.tau), "epsilon": self.epsilon, "every": self.every}
         settings["budget"] = str(self.budget)
-        agree(exchange.transport, settings, "schedule: events", error)
+        answers = agree(exchange.transport, settings, "schedule: events", error, own=(fits,))
+        return [answer for (answer,) in answers]
 
 
 class _Outside:
@@ -207,11 +234,13 @@ def why_not_events(exchange: RowExchange, epsilon: int) -> str | None:
     transport, geometry = exchange.transport, exchange.geometry
     if transport.device.type != "cpu" and transport.name != "nvlink":
         return f"events move rows of GPUs over nvlink alone, not over {transport.name}; use schedule='serial'"
+    if transport.name == "nvlink" and epsilon == 0:
+        return None
     out = exchange.wire.dispatch, exchange.wire.combine_backward
     if transport.name == "nvlink" and any(codec.name != "identity" for codec in out):
         return (
-            "events over nvlink move tokens as they are, and sums also as fp8; give codec={'combine': 'fp8', "
-            "'dispatch_backward': 'fp8'} or none, or use schedule='serial'"
+            "patient events over nvlink move tokens as they are, and sums also as fp8; give an epsilon of 0, "
+            "codec={'combine': 'fp8', 'dispatch_backward': 'fp8'} or none, or use schedule='serial'"
         )
     if transport.replicated:
         return f"transport {transport.name!r} moves no rows that events could wait for; use 'alltoall'"
@@ -228,8 +257,8 @@ def why_not_events(exchange: RowExchange, epsilon: int) -> str | None:
 def _why_not_placement(exchange: RowExchange) -> str | None:
     if exchange.geometry.placement.has_replicas:
         return (
-            "events choose no replicas: that wants the choices of all ranks; use schedule='serial', or a "
-            "placement without replicas"
+            "events choose no replicas: that wants the choices of all ranks; use schedule='serial', or over "
+            "nvlink an epsilon of 0, or a placement without replicas"
         )
     return None
 

@@ -1,10 +1,10 @@
 """Events over NVLink: packets, patience and sums by kernels that wait for no host (docs/events.md).
 
 A backward is of the ranks that counted in its forward, which the device knows. A host may have computed rows
-of a home that then did without them. So, where there is patience, the host asks the device what came of the
-forward, when it has queued the backward of the experts. Where there are such rows, it computes the experts
-once more on the others' and their gradients anew: these are then to the bit those of a call that was given
-the mask. Where ranks share experts, homes say so in the backward.
+of a home that then did without them. So the host asks the device what came of the forward, when it has
+queued the backward of the experts. Where there are such rows, it computes the experts once more on the
+others' and their gradients anew: these are then to the bit those of a call that was given the mask. Where
+ranks share experts, homes say so in the backward. Calls that do without nobody are fused's (`Events`).
 """
 
 from __future__ import annotations
@@ -178,17 +178,15 @@ class DeviceForward(Call):
         return Computed(routed, rows_RD, weights_R, out_RD.contiguous())
 
     @torch.no_grad()
-    def outputs(self, addend_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Outputs [T, D]; and the choices that count, where there is patience: a mask, also where all do,
-        because the host does not wait to know."""
+    def outputs(self, addend_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Outputs [T, D]; and the choices that count: a mask, also where all do, because the host does not
+        wait to know."""
         exchange, call, out_RD = self.exchange, self.call, self.computed.out_RD.detach()
         assert addend_TD is None or addend_TD.shape == self.x_TD.shape
         with exchange.observer.span("combine", layer=exchange.layer):
             added_TD = None if addend_TD is None else addend_TD.to(DTYPE).contiguous()
             y_TD = self.seat.kernels.sum(call, out_RD, weighted=self.weighted, addend_TD=added_TD)
         self.count_load()
-        if not call.patience.epsilon:
-            return y_TD, None
         if exchange.observer.enabled:
             self.count_drops(call.kept_TK, 1 - call.outcome_4W[0].long())
         if self.keep and not self.shared:
@@ -215,8 +213,8 @@ class DeviceForward(Call):
     def may_go_back_twice(self) -> bool:
         """Whether a backward of the experts has no effect but its results, and the host can ask what came of
         the forward."""
-        experts, can_ask = self.experts, self.call.patience.epsilon and self.mark is not None
-        return bool(can_ask) and isinstance(experts, Ours) and experts.gradient_sums is None
+        experts = self.experts
+        return self.mark is not None and isinstance(experts, Ours) and experts.gradient_sums is None
 
     def compute_again(self, computed: Computed) -> tuple[Computed, Tensor]:
         """The experts' part of the rows that counted, and the row that each was."""
@@ -227,12 +225,10 @@ class DeviceForward(Call):
 
     def computed_in_vain(self) -> bool:
         """Whether there may be rows here of homes that do without them."""
-        if not self.call.patience.epsilon:
-            return False
         if self.mark is None:  # a captured call may drop any at its replay
             return True
         self.exchange.observer.count("host_syncs", 1, layer=self.exchange.layer)
-        # host sync: only of a forward with patience
+        # host sync: only where a peer may be missing
         self.mark.wait(math.inf)
         _, came_W, served_W, _ = self.told_4W
         return bool((came_W > served_W).any())
@@ -254,7 +250,7 @@ class DeviceBackward:
         with observer.span("combine_backward", layer=layer):
             wire = wire_of(exchange.wire.dispatch_backward)
             back = kernels.send_back(forward.call, self.d_y_TD, layer=layer, wire=wire)
-            if forward.shared and forward.call.patience.epsilon:
+            if forward.shared:
                 kernels.settle(back)
                 forward.tell_host()
         d_rows_RD, d_weights_R, d_parameters = self._experts(back)
