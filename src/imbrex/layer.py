@@ -32,7 +32,8 @@ from imbrex.exchange import plan
 from imbrex.exchange.agreement import DTYPES, agree, raise_in_data_group
 from imbrex.exchange.autograd import check_in_op
 from imbrex.exchange.exchange import Exchange
-from imbrex.experts.experts import Activation, Experts, Shard, SharedExpert
+from imbrex.experts.experts import Activation, Experts, Shard
+from imbrex.experts.shared import SharedExpert
 from imbrex.observe import Observer
 from imbrex.placement import contiguous, split_evenly
 from imbrex.ranks import Ranks, refuse_ddp, refuse_meta, refuse_sharded

@@ -8,7 +8,6 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -97,36 +96,6 @@ def test_gradients_do_not_tell_when_the_shared_experts_were_computed() -> None:
         layer(leaf).float().square().sum().backward()
         found.append(leaf.grad)
     assert torch.equal(*found)
-
-
-def test_large_shared_experts_keep_silu_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the bits of torch's operators in bfloat16, and its second derivatives."""
-    for dtype in (torch.bfloat16, torch.float64):
-        shared = make(shared=imbrex.SharedExperts(intermediate_size=6), dtype=dtype).shared_expert
-        assert shared is not None
-        x_TD, leaves, found, kept = torch.randn(5, 8, dtype=dtype), list(shared.parameters()), [], []
-        for large in (1, 1 << 30):
-            monkeypatch.setattr(experts, "LARGE", large)
-            leaf, packed = x_TD.clone().requires_grad_(), {}
-            pack = partial(keep_one, packed)
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                loss = shared(leaf).square().sum()
-            kept.append(list(packed.values()).count((5, 6)))
-            if dtype == torch.bfloat16:
-                found.append(torch.autograd.grad(loss, [leaf, *leaves]))
-            else:
-                (first,) = torch.autograd.grad(loss, [leaf], create_graph=True)
-                found.append(torch.autograd.grad(first.square().sum(), [leaf, *leaves]))
-        assert kept == [3, 4]
-        bound = 0.0 if dtype == torch.bfloat16 else 1e-12
-        for ours, theirs in zip(*found, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound)
-
-
-def keep_one(packed: dict[int, tuple[int, ...]], tensor: Tensor) -> Tensor:
-    """Note the shape of a tensor that a node saves, each once."""
-    packed[tensor.data_ptr()] = tuple(tensor.shape)
-    return tensor
 
 
 def test_shards_of_a_seed_make_the_whole() -> None:

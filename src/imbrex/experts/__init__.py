@@ -5,11 +5,11 @@ from imbrex.experts.experts import (
     Experts,
     ExternalExperts,
     Shard,
-    SharedExpert,
     give_away,
     surely_fit,
     weights_of_kernels,
 )
+from imbrex.experts.shared import SharedExpert
 
 __all__ = [
     "Activation",

@@ -25,16 +25,12 @@ from imbrex.kernels.ffn.tokens import ffn_in_place
 from imbrex.kernels.ffn.widths import MULTIPLE, fits
 from imbrex.kernels.fused.rows_out import rows_out
 from imbrex.kernels.gemm.portable import describe_portable, why_grouped_is_faster
-from imbrex.runtime.tracing import differentiated
 
 Activation = Literal["swiglu", "gelu"]
 ACTIVATIONS = ("swiglu", "gelu")
 KernelWeights = tuple[Tensor, Tensor, bool | None]
 """gate_up_proj, down_proj, and `Experts.one_launch`."""
 IMPLEMENTATIONS = ("loop", "grouped", "kernels", "kernels-fp8")
-LARGE = 32 << 20
-"""Bytes of a shared expert's silu(gate) from which on a backward computes it again instead of keeping it. Of
-fewer the product takes less time than the host takes for a node in Python."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -340,52 +336,6 @@ def give_away(experts: object, rows_RD: Tensor) -> None:
     for callers that know that nothing else uses this gradient."""
     if isinstance(experts, Experts | ExternalExperts) and experts.unchanged:
         give_gradient(rows_RD)
-
-
-class SharedExpert(nn.Module):
-    """The expert that every token visits, computed on the token's rank: SwiGLU, times sigmoid(x @ gate) if
-    gated, as in Qwen2-MoE. Parameters have Hugging Face's names: gate_proj, up_proj, down_proj."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False, device=device, dtype=dtype)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False, device=device, dtype=dtype)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False, device=device, dtype=dtype)
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        gate_TF, up_TF = self.gate_proj(x_TD), self.up_proj(x_TD)
-        if torch.compiler.is_compiling() or up_TF.nbytes < LARGE or not differentiated(gate_TF, up_TF):
-            return self.down_proj(F.silu(gate_TF) * up_TF)
-        return self.down_proj(_Swiglu.apply(gate_TF, up_TF))
-
-
-class _Swiglu(torch.autograd.Function):
-    """silu(gate) * up, with the bits of torch's operators. The backward computes silu(gate) again, which they
-    keep."""
-
-    @staticmethod
-    def forward(gate_TF: Tensor, up_TF: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return F.silu(gate_TF) * up_TF
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (d_act_TF,), (gate_TF, up_TF) = gradients, ctx.saved_tensors
-        d_silu_TF, d_up_TF = d_act_TF * up_TF, d_act_TF * F.silu(gate_TF)
-        if not torch.is_grad_enabled():
-            return torch.ops.aten.silu_backward(d_silu_TF, gate_TF), d_up_TF
-        sigmoid_TF = gate_TF.sigmoid()  # torch differentiates no `silu_backward`
-        return d_silu_TF * sigmoid_TF * (1 + gate_TF * (1 - sigmoid_TF)), d_up_TF
 
 
 def activate(up_RF: Tensor, activation: str) -> Tensor:

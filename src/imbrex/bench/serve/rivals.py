@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from imbrex.contracts import Routing
-from imbrex.experts.experts import Experts, SharedExpert
+from imbrex.experts.experts import Experts
 from imbrex.experts.products import run_grouped_mm
+from imbrex.experts.shared import SharedExpert
 from imbrex.layer import MoEConfig
 from imbrex.placement import contiguous
 from imbrex.router.router import Router
