@@ -1,6 +1,6 @@
 """What do dispatch, experts and sums of a small batch take beside reading the weights of the experts hit?
 
-    PYTHONPATH=src python benchmarks/decode_one.py [--fp8] [--one-kernel 64,32]
+    PYTHONPATH=src python benchmarks/decode_one.py [--fp8] [--one-kernel 64,32] [--stamps]
 
 One GPU has what a rank of two has: half of the experts and the tokens of both ranks, so nothing crosses and
 no choice is made. Captured, one after the other with two sets of weights in turns, so that none is found in
@@ -8,20 +8,24 @@ L2; all ways in turns, in one process. Microseconds of a layer; `read_us`: the w
 rate. `--fp8`: the same experts in fp8 as well, in one launch, or in three that quantise rows and multiply.
 `--one-kernel`: dispatch and both products in one kernel as well (`kernels.fused.few`), with so many
 multiprocessors that dispatch before they compute; `64:256:8:0`: and with so many threads a block, steps of
-weights that are asked into L2, and fences of who waits for rows.
+weights that are asked into L2, and fences of who waits for rows. `--stamps`: times nothing; prints when the
+blocks of a layer's kernels come where, in microseconds (`imbrex.bench.stamps`).
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from decode import read_us
 from torch import Tensor
 
+from imbrex.bench import stamps
 from imbrex.bench.ceilings import copy_tbps
 from imbrex.bench.results import describe_run, write_results
 from imbrex.bench.shapes import MODELS, Shape
@@ -29,11 +33,14 @@ from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.exchange.groups import empty_groups
 from imbrex.kernels.exchange.launches import Sums
+from imbrex.kernels.exchange.variants import REDUCE, REDUCE_BEHIND, SMALL
+from imbrex.kernels.ffn import both
 from imbrex.kernels.ffn.ffn import run_experts
 from imbrex.kernels.ffn.fp8 import Fp8Experts, ffn_fp8, quantise_experts
 from imbrex.kernels.ffn.glue import COUNTERS, Groups
-from imbrex.kernels.fused.few import How, dispatch_and_experts
+from imbrex.kernels.fused.few import How, dispatch_and_experts, few_variant
 from imbrex.kernels.heap import VirtualHeap
+from imbrex.kernels.jit import Variant, load
 from imbrex.kernels.routing.routed import Routed
 from imbrex.placement import contiguous
 from imbrex.transport.nvlink import room_for
@@ -47,12 +54,13 @@ CALLS, RANKS, PAUSE, SMS_HOME = 8, 2, 200_000, 96
 WAYS: dict[str, Way] = {"one launch": True, "two launches": False}
 FP8_WAYS: dict[str, Way] = {"fp8, one launch": True, "fp8, three launches": False}
 Weights = tuple[Tensor, Tensor] | Fp8Experts
+Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 class Layer:
     """Dispatch to sums of one way, captured."""
 
-    def __init__(self, shape: Shape, inputs: tuple[Tensor, Tensor, Tensor], way: Way) -> None:
+    def __init__(self, shape: Shape, inputs: Inputs, way: Way, load: Callable[..., Any] = load) -> None:
         self.shape, self.inputs, self.way = shape, inputs, way
         self.slots, tokens = shape.num_experts // RANKS, len(inputs[0]) // RANKS
         self.expected = tokens * shape.top_k
@@ -69,7 +77,9 @@ class Layer:
             token_capacity=1,
         )
         placement = contiguous(self.slots, 1)
-        self.exchange = NvlinkExchange(lambda nbytes: VirtualHeap(1, nbytes, "cuda"), placement, size)
+        self.exchange = NvlinkExchange(
+            lambda nbytes: VirtualHeap(1, nbytes, "cuda"), placement, size, load=load
+        )
         self.y_TD = torch.empty_like(inputs[0])
 
     def call(self, weights: Weights) -> None:
@@ -136,6 +146,61 @@ def ways_in_one(given: str) -> dict[str, Way]:
     return ways
 
 
+def make_inputs(shape: Shape, count: int) -> tuple[Inputs, int]:
+    """Tokens of both ranks, their ids and weights, and how many experts of this one they hit."""
+    draw = torch.Generator().manual_seed(1000 + count)
+    ids = torch.rand(RANKS * count, shape.num_experts, generator=draw).topk(shape.top_k).indices
+    ids[ids >= shape.num_experts // RANKS] = -1  # of the other rank
+    x_TD = torch.randn(RANKS * count, shape.hidden_size, generator=draw).bfloat16().cuda()
+    weights = torch.rand(ids.shape, generator=draw).cuda()
+    return (x_TD, ids.cuda(), weights), len(ids[ids >= 0].unique())
+
+
+def launches(way: Way) -> dict[str, Variant]:
+    """The kernels of a way that have stamps, in order."""
+    if isinstance(way, tuple):
+        return {"dispatch and experts": few_variant(how=way[1]), "sums": REDUCE_BEHIND}
+    return {"dispatch": SMALL, "experts": both.both_variant(weighted=True), "sums": REDUCE[False]}
+
+
+def show_stamps(model: str, tokens: list[int], repeats: int, in_one: dict[str, Way]) -> None:
+    """Print when blocks come where in the last layer of a graph, in medians of its replays."""
+    shape = MODELS[model]
+    weights: list[Weights] = [make_weights(shape) for _ in range(2)]
+    with mock.patch.object(both, "load", stamps.load):
+        for count in tokens:
+            inputs, hit = make_inputs(shape, count)
+            for name, way in ({"one launch": True} | in_one).items():
+                layer = Layer(shape, inputs, way, stamps.load)
+                layer.capture(weights)
+                print(f"\n{model}, {count} tokens, {hit} experts hit, {name}: ", end="")
+                stamp_layer(layer, repeats)
+
+
+def stamp_layer(layer: Layer, repeats: int) -> None:
+    kernels = launches(layer.way)
+    spans, words = [], []
+    for _ in range(repeats):
+        spans.append(layer.time())
+        words.append(stamps.read_stamps([*kernels.values()]))
+    tick = min(stamps.tick_of(replay) for replay in words)
+    print(f"{statistics.median(spans):.1f} us a layer, ticks of {tick} ns; blocks, first, median, last")
+    replays = [stamps.times_of(replay) for replay in words]
+    for number, kernel in enumerate(kernels):
+        print_stamps(kernel, [times[number] for times in replays], layer.way)
+
+
+def print_stamps(kernel: str, replays: list[Tensor], way: Way) -> None:
+    """A table of a kernel's stamps; of one kernel, those blocks apart that do not dispatch."""
+    parts = {kernel: slice(None)}
+    if isinstance(way, tuple) and kernel != "sums":
+        parts = {f"{kernel}: those that dispatch": slice(way[0]), "the others": slice(way[0], None)}
+    for words, blocks in parts.items():
+        print(f"  {words}")
+        for line in stamps.summarise([times[blocks] for times in replays]):
+            print(f"    {line}", flush=True)
+
+
 def measure(
     model: str, tokens: list[int], repeats: int, fp8: bool, in_one: dict[str, Way]
 ) -> list[dict[str, Any]]:
@@ -145,12 +210,7 @@ def measure(
     if fp8:
         sets.append((FP8_WAYS, [quantise_experts(*pair) for pair in weights]))
     for count in tokens:
-        draw = torch.Generator().manual_seed(1000 + count)
-        ids = torch.rand(RANKS * count, shape.num_experts, generator=draw).topk(shape.top_k).indices
-        ids[ids >= shape.num_experts // RANKS] = -1  # of the other rank
-        x_TD = torch.randn(RANKS * count, shape.hidden_size, generator=draw).bfloat16().cuda()
-        inputs = x_TD, ids.cuda(), torch.rand(ids.shape, generator=draw).cuda()
-        hit = len(ids[ids >= 0].unique())
+        inputs, hit = make_inputs(shape, count)
         layers: dict[str, Layer] = {}
         for ways, experts in sets:
             for name, way in ways.items():
@@ -184,9 +244,14 @@ def main() -> None:
     ask.add_argument(
         "--one-kernel", default="", help="multiprocessors that dispatch: 64,32, or 64:256 threads"
     )
+    ask.add_argument("--stamps", action="store_true", help="print when blocks come where, and time nothing")
     ask.add_argument("--out", type=Path, default=RESULTS)
     given = ask.parse_args()
     tokens = [int(count) for count in given.tokens.split(",")]
+    if given.stamps:
+        for model in given.models.split(","):
+            show_stamps(model, tokens, given.repeats, ways_in_one(given.one_kernel))
+        return
     command = f"python benchmarks/decode_one.py --models {given.models} --tokens {given.tokens}"
     command += " --fp8" * given.fp8 + f" --one-kernel {given.one_kernel}" * bool(given.one_kernel)
     run, rows = describe_run(command), []

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from imbrex.bench.stamps import STAMPS, stamped
 from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.kernels.exchange.groups import empty_groups
 from imbrex.kernels.ffn.glue import COUNTERS
@@ -88,6 +89,36 @@ def test_shapes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 @pytest.mark.parametrize("how", [How(256), How(640, 1)])
 def test_any_way_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, how: How) -> None:
     check_bits(make(monkeypatch, TWO), how=how)
+
+
+def test_blocks_say_when_they_come_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that `benchmarks/decode_one.py --stamps` times: the same bits, and every stamp of a block in
+    its thread's order. Three of a rank's five blocks dispatch, of which two push or tell."""
+    kernels: list[Any] = []
+
+    def load(variant: Variant, device: Any = None) -> Any:
+        kernels.append(loader(TWO)(stamped(variant) if variant.source.startswith("fused/") else variant))
+        return kernels[-1]
+
+    emulate(monkeypatch, blocks=2)
+    few = begin(TWO, INNER, load=load, timeout=30.0)
+    few.exchange.least_sms = 2 * BLOCKS
+    check_bits(few)
+    one = next(made for made in kernels if isinstance(made, EmulatedKernel))
+    words = (ctypes.c_int64 * (2 * BLOCKS * len(STAMPS))).in_dll(one._library, "stamps")
+    blocks = torch.tensor(words).view(2 * BLOCKS, len(STAMPS))
+    begun = blocks[:, STAMPS["kBegun"], None]
+    times = dict(
+        zip(STAMPS, torch.where(blocks >= begun, blocks, 0).T, strict=True)
+    )  # none of the call before
+    assert {name for name, time in times.items() if not time.any()} == {"kBeginTime"}
+    assert int((times["kTells"] > 0).sum()) == 2
+    assert 0 < int((times["kPlaced"] > 0).sum()) <= 2 * 3
+    assert all(bool((time <= times["kEnded"]).all()) for name, time in times.items() if name != "kEndTime")
+    loads = [times[name] for name in ("kReleased", "kDispatched", "kKnows", "kTile", "kAsked", "kRows")]
+    tiles = times["kRows"] > 0
+    assert int(tiles.sum()) > 2
+    assert all(bool((a[tiles] <= b[tiles]).all()) for a, b in pairwise(loads))
 
 
 def shows(monkeypatch: pytest.MonkeyPatch, edits: Edits, seeds: int) -> int:

@@ -419,6 +419,14 @@ class Kernel:
         count = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(self._function, block, smem)
         return cuda_ok(count, "counting blocks")
 
+    def memory(self, name: str) -> bytes:
+        """A copy of a global variable of its source, behind what is queued: for measurements."""
+        driver = cuda_binding("driver")
+        address, size = cuda_ok(driver.cuLibraryGetGlobal(self._library, name.encode()), f"finding {name}")
+        copy = ctypes.create_string_buffer(size)
+        cuda_ok(driver.cuMemcpyDtoH(ctypes.addressof(copy), address, size), f"reading {name}")
+        return copy.raw
+
     def prepare(self, *, args: Sequence[Any], **how: Any) -> Prepared:
         """A launch to be made later, and again, on the stream that is then current; `how`: what `launch`
         takes but a stream and `cooperative`."""

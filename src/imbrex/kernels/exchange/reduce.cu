@@ -9,6 +9,7 @@
 // tells when routing is written.
 #include "exchange/reduce.cuh"
 #include "exchange/told.cuh"
+#include "ptx/stamps.cuh"
 
 #ifndef BEHIND_DISPATCH
 #define BEHIND_DISPATCH 0
@@ -20,8 +21,10 @@ using Whole = Form<16, 6, kColumns, 2>;
 
 extern "C" __global__ void __launch_bounds__(32 * Whole::kWarps, 1)
     reduce_rows(const __grid_constant__ Group group, const __grid_constant__ Reduce reduce) {
+    if (threadIdx.x == 0) ptx::stamp_begin();
     if (BEHIND_DISPATCH ? !is_routed(name_call(group, kCombine), reduce.early) : !reduce.early)
         ptx::wait_for_launches();
+    if (threadIdx.x == 0) ptx::stamp(ptx::kKnows);
     const Call call = begin_call(group, kCombine);
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(ptx::lane_id()),
               ranks = group.ranks;
@@ -50,8 +53,10 @@ extern "C" __global__ void __launch_bounds__(32 * Whole::kWarps, 1)
                                         reduce.each ? mine - reducing : draw_again(call, reduce, 1),
                                         there) >= adding;
     ptx::wait_for_launches();  // who had nothing to add: a kernel ends behind the one before
+    if (threadIdx.x == 0) ptx::stamp(ptx::kStored);
     if (!fine) spoil(call, reduce);
     end_call(call);
+    if (threadIdx.x == 0) ptx::stamp_end();
 }
 
 }  // namespace exchange

@@ -5,6 +5,7 @@ namespace exchange {
 
 extern "C" __global__ void __launch_bounds__(kRouteThreads, 1)
     dispatch_small(const __grid_constant__ Group group, const __grid_constant__ Small small) {
+    if (threadIdx.x == 0) ptx::stamp_begin();
     Call call = name_call(group, kSmall, small.pushers);
     bool fine = true;
     if (call.block >= call.blocks) {
@@ -15,7 +16,9 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads, 1)
     } else {
         fine = route_and_place(call, small);
     }
+    if (threadIdx.x == 0) ptx::stamp(ptx::kDispatched);
     end_rows(call, fine, small.out + call.local * small.out_stride, small.out_bytes);
+    if (threadIdx.x == 0) ptx::stamp_end();
 }
 
 }  // namespace exchange

@@ -32,6 +32,7 @@
 #include "exchange/copy.cuh"
 #include "exchange/told.cuh"
 #include "ffn/hits.cuh"
+#include "ptx/stamps.cuh"
 #include "routing/few.cuh"
 
 namespace exchange {
@@ -118,6 +119,7 @@ __device__ __forceinline__ void tell_hits(const Call& call, const Small& small, 
     ffn::tell_hits(hits_of(call, small), small.slots,
                    [&](int slot) { return slot < small.slots ? rows_of(slot) : 0; });
     if (IN_ONE_LAUNCH && ptx::lane_id() == 0) ptx::add_acq_rel_gpu(told_of(call), kHitsTold);
+    if (ptx::lane_id() == 0) ptx::stamp(ptx::kTells);
 }
 
 __device__ __forceinline__ u64 word_of(const Call& call, u32 value) {
@@ -387,6 +389,7 @@ __device__ inline bool place_few(const Call& call, const Small& small, const Scr
     }
     if (call.block >= placing(call)) return true;
     place_parts(call, small, s, 0, 1, row_of);
+    if (threadIdx.x == 0) ptx::stamp(ptx::kPlaced);
     write_positions(call, route, s, few);
     if (call.group->ranks == 1) return true;
     if (!take_tokens(call, small)) return false;
@@ -431,6 +434,7 @@ __device__ inline bool route_and_place(Call& call, const Small& small) {
     Few few;
     if (!route.replicated) few = find_slots(call, route, s, columns, tokens + call.group->ranks);
     ptx::wait_for_launches();
+    if (threadIdx.x == 0) ptx::stamp(ptx::kReleased);
     count_call(call);
     if (small.row_weights && tells_groups(call)) begin_groups(call, small);
     give_words(call, route);
@@ -438,6 +442,7 @@ __device__ inline bool route_and_place(Call& call, const Small& small) {
     fine = fine && take_words(call, small, s, [&](int c, int token, int expert) {
                if (!route.replicated) repeated |= !mark_choice(route, s, c, token, expert);
            });
+    if (threadIdx.x == 0) ptx::stamp(ptx::kChoices);
     if (repeated) give_up(call, kBadIds, kIdsArrived, call.me);
     ptx::launch_dependents();
     if (!fine) {

@@ -6,6 +6,7 @@ namespace ffn {
 // Dynamic memory as of a product, 12 bytes for every expert and one more, and in fp8 scales of stages' rows.
 extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
     gate_up_and_down(const __grid_constant__ BothMaps maps, const __grid_constant__ Both both) {
+    if (threadIdx.x == 0) ptx::stamp_begin();
     extern __shared__ u8 memory[];
     __shared__ Slot slots[kSlots];
     __shared__ u64 barriers[2 * C::kStages + 2 * kSlots + 2];
@@ -29,9 +30,11 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
             int* room = reinterpret_cast<int*>(memory + behind);
             Units units{room, room + both.experts + 1, room + 2 * (both.experts + 1)};
             units.take(both.hits, wait_for_hits(both.hits));
+            if (threadIdx.x == 128) ptx::stamp(ptx::kKnows);
             if (ptx::lane_id() == 0)
                 produce_both(both, maps, shared, units, WholeLaunch{}, [](const Work&, int) {
                     ptx::wait_for_launches();
+                    ptx::stamp(ptx::kSeen);
                     ptx::launch_dependents();
                 });
         } else if constexpr (Up::kQuantises) {
@@ -40,6 +43,8 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
     }
     ptx::wait_for_launches();  // a block without a tile: nothing ends before the launch before has
     ptx::launch_dependents();
+    if (STAMPS) __syncthreads();
+    if (threadIdx.x == 0) ptx::stamp_end();
 }
 
 }  // namespace ffn

@@ -44,6 +44,7 @@
 #include "ffn/quantised.cuh"
 #include "gemm/cut.cuh"
 #include "gemm/run.cuh"
+#include "ptx/stamps.cuh"
 
 namespace ffn {
 
@@ -212,7 +213,8 @@ __device__ __forceinline__ void produce_both(const Both& both, const BothMaps& m
     u32 patience = ptx::kPatience, position = 0;
     Written written{both, units.count()};
     Work work;
-    bool more = seek(both, units, team.first(), work);
+    bool more = seek(both, units, team.first(), work), down = false;
+    ptx::stamp(ptx::kTile);
     Ring<Up> ring(0);
 #pragma unroll 1
     for (u32 index = 0;; ++index) {
@@ -238,11 +240,16 @@ __device__ __forceinline__ void produce_both(const Both& both, const BothMaps& m
             ptx::mbarrier_wait(shared.empty + 8 * ring.stage, ring.phase ^ 1, patience);
             load_work<true, false>(maps, shared, ring.stage, work, step * Up::kBlockK);
         }
+        if (index == 0) ptx::stamp(ptx::kAsked);
         if (index == 0) begin(work, ahead);
+        if (work.down && !down) ptx::stamp(ptx::kDownAsked);
         if (!Up::kQuantises && work.down) written.wait(work.part);
+        if (work.down && !down) ptx::stamp(ptx::kDownRows);
+        down = work.down;
 #pragma unroll 1
         for (int step = 0; step < ahead; ++step, rows.next())
             load_work<false, true>(maps, shared, rows.stage, work, step * Up::kBlockK);
+        if (index == 0) ptx::stamp(ptx::kRows);
         const auto load = [&](int begin, int end) {
 #pragma unroll 1
             for (int step = begin; step < end; ++step, ring.next()) {
@@ -309,6 +316,17 @@ __device__ __forceinline__ void multiply_quantised(float (&d)[Up::kBlockN / 2], 
     multiply_tile_fp8<Up>(d, shared, 0, tile, next, scales, patience);
 }
 
+// The first step of a block's first tile, and of its first of down, is in shared memory. All threads.
+__device__ __forceinline__ void stamp_step(const Shared<Up>& shared, const Slot& tile, u32 index, bool& down,
+                                           u32& patience) {
+    const bool first = tile.together < 0 && !down;
+    if (!STAMPS || (index > 0 && !first)) return;
+    down = down || first;
+    const Ring<Up> ring(tile.position);
+    ptx::mbarrier_wait(shared.full + 8 * ring.stage, ring.phase, patience);
+    if (threadIdx.x == 0) ptx::stamp(first ? ptx::kDownFull : ptx::kFull);
+}
+
 __device__ __forceinline__ void consume_both(const Both& both, const BothMaps& maps,
                                              const Shared<Up>& shared) {
     const int thread = static_cast<int>(threadIdx.x);
@@ -318,12 +336,15 @@ __device__ __forceinline__ void consume_both(const Both& both, const BothMaps& m
     Stores<Down> outs{shared.staging, 0, thread};
     const StoreTiles act{maps.of[0] + 2, maps.of[0] + 2}, out{maps.of[1] + 2, maps.of[1] + 2};
     Slot tile = take_slot<Up>(shared, index, patience);
+    bool down = false;
     while (tile.steps >= 0 && patience != 0) {
         float d[1][Up::kBlockN / 2];
+        stamp_step(shared, tile, index, down, patience);
         if constexpr (Up::kQuantises)
             multiply_quantised(d[0], both, shared, tile, patience);
         else
             multiply_tile<Up, 1>(d, shared, 0, tile, patience);
+        if (index == 0 && thread == 0) ptx::stamp(ptx::kFirst);
         const int rows = least(tile.rows, Up::kBlockM);
         if (tile.together >= 0) {
             if constexpr (Up::kQuantises)
@@ -331,12 +352,14 @@ __device__ __forceinline__ void consume_both(const Both& both, const BothMaps& m
             else
                 store_block<Up>(d[0], act, acts, tile, tile.row, rows, nullptr);
             if (thread == 0) tell_part(both, tile.together);
+            if (thread == 0) ptx::stamp(ptx::kUps);
         } else {
             store_block<Down>(d[0], out, outs, tile, tile.row, rows, both.weights);
         }
         tile = take_slot<Up>(shared, ++index, patience);
     }
     if (thread == 0) ptx::bulk_wait<0>();
+    if (thread == 0) ptx::stamp(ptx::kStored);
     if (patience == 0) *both.status = 1;
 }
 

@@ -133,6 +133,7 @@ __device__ __forceinline__ void dispatch_part(Call call, const Small& small, Roo
         fine = route_and_place(call, small);
     } else {
         ptx::wait_for_launches();
+        if (threadIdx.x == 0) ptx::stamp(ptx::kReleased);
         count_call(call);
         if (call.block < call.blocks + small.pushers)
             push_tokens(call, small,
@@ -141,6 +142,7 @@ __device__ __forceinline__ void dispatch_part(Call call, const Small& small, Roo
     ptx::fence_async();
     const bool whole = __syncthreads_and(fine) != 0;
     if (threadIdx.x != 0) return;
+    ptx::stamp(ptx::kDispatched);
     room.call = call;
     room.whole = whole;
     tell_dispatched(call);
@@ -174,6 +176,7 @@ __device__ __forceinline__ void produce_few(const Call& call, const Both& both, 
     else
         units.hits = 0;
     if (ptx::lane_id() != 0) return;
+    ptx::stamp(ptx::kKnows);
     const Team team{call, both.counter, few.movers + small.pushers};
     produce_both(both, maps, shared, units, team, [&](const ffn::Work& work, int ahead) {
         if (INTO_L2 > 0) ask_into_l2(both, maps, work, ahead);
@@ -186,6 +189,7 @@ __device__ __forceinline__ void produce_few(const Call& call, const Both& both, 
 extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
     dispatch_and_experts(const __grid_constant__ Group group, const __grid_constant__ Small small,
                          const __grid_constant__ Few few, const __grid_constant__ FewMaps all_maps) {
+    if (threadIdx.x == 0) ptx::stamp_begin();
     u8* memory = ptx::shared_memory();
     __shared__ Slot slots[kSlots];
     __shared__ u64 barriers[2 * C::kStages + 2 * kSlots + 2];
@@ -217,7 +221,9 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
             const u32 due = exchange::counted_of(call.blocks);
             wait_word(call, exchange::placed_of(call), few.both.status,
                       [=](u32 placed) { return placed >= due; });
+            ptx::stamp(ptx::kSeen);
             if (FENCES_AGAIN) ptx::fence_async();
+            ptx::stamp(ptx::kFenced);
             ptx::mbarrier_arrive(begun);
         }
     } else {
@@ -225,6 +231,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
     }
     ptx::launch_dependents();  // a block without a tile
     end_rows(call, room.whole != 0, few.result + rank * few.stride, few.result_bytes);
+    if (threadIdx.x == 0) ptx::stamp_end();
 }
 
 }  // namespace fused
