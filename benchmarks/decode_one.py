@@ -7,9 +7,9 @@ no choice is made. Captured, one after the other with two sets of weights in tur
 L2; all ways in turns, in one process. Microseconds of a layer; `read_us`: the weights alone, at a copy's
 rate. `--fp8`: the same experts in fp8 as well, in one launch, or in three that quantise rows and multiply.
 `--one-kernel`: dispatch and both products in one kernel as well (`kernels.fused.few`), with so many
-multiprocessors that dispatch before they compute; `64:256:8:0`: and with so many threads a block, steps of
-weights that are asked into L2, and fences of who waits for rows. `--stamps`: times nothing; prints when the
-blocks of a layer's kernels come where, in microseconds (`imbrex.bench.stamps`).
+multiprocessors that dispatch before they compute, 0: as a layer has it (`best_way`); `64:256:8:0`: and with
+so many threads a block, steps of weights that are asked into L2, and fences of who waits for rows.
+`--stamps`: times nothing; prints when the blocks of a layer's kernels come where (`imbrex.bench.stamps`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from imbrex.kernels.ffn import both
 from imbrex.kernels.ffn.ffn import run_experts
 from imbrex.kernels.ffn.fp8 import Fp8Experts, ffn_fp8, quantise_experts
 from imbrex.kernels.ffn.glue import COUNTERS, Groups
-from imbrex.kernels.fused.few import How, dispatch_and_experts, few_variant
+from imbrex.kernels.fused.few import How, best_way, dispatch_and_experts, few_variant
 from imbrex.kernels.heap import VirtualHeap
 from imbrex.kernels.jit import Variant, load
 from imbrex.kernels.routing.routed import Routed
@@ -61,8 +61,10 @@ class Layer:
     """Dispatch to sums of one way, captured."""
 
     def __init__(self, shape: Shape, inputs: Inputs, way: Way, load: Callable[..., Any] = load) -> None:
-        self.shape, self.inputs, self.way = shape, inputs, way
+        self.shape, self.inputs = shape, inputs
         self.slots, tokens = shape.num_experts // RANKS, len(inputs[0]) // RANKS
+        ships = isinstance(way, tuple) and not way[0]
+        self.way: Way = best_way(tokens, lay.SMALL_SMS) if ships else way
         self.expected = tokens * shape.top_k
         room = RANKS * room_for(tokens)
         size = lay.Shape(
@@ -242,7 +244,7 @@ def main() -> None:
     ask.add_argument("--repeats", type=int, default=21)
     ask.add_argument("--fp8", action="store_true", help="experts in fp8 as well")
     ask.add_argument(
-        "--one-kernel", default="", help="multiprocessors that dispatch: 64,32, or 64:256 threads"
+        "--one-kernel", default="", help="multiprocessors that dispatch: 0,64,32, or 64:256 threads"
     )
     ask.add_argument("--stamps", action="store_true", help="print when blocks come where, and time nothing")
     ask.add_argument("--out", type=Path, default=RESULTS)

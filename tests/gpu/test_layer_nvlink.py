@@ -242,7 +242,7 @@ def run_one_kernel(ranks: Ranks, case: Case, replays: int) -> tuple[list[bool], 
     x_TD = tokens_of(case, ranks.rank).to(ranks.device)
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         run = recorded.run_few
-        patch.setattr(recorded, "run_few", lambda *call: taken.append(1) or run(*call))
+        patch.setattr(recorded, "run_few", lambda *call, **how: taken.append(1) or run(*call, **how))
         layer(x_TD)
         transport.one_kernel = True
         layer(x_TD)

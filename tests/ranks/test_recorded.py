@@ -20,7 +20,7 @@ from imbrex.experts.experts import Experts
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.ffn import both, slopes
 from imbrex.kernels.ffn.ffn import ffn
-from imbrex.kernels.fused.few import SOURCE, run_few
+from imbrex.kernels.fused.few import SOURCE, How, best_way, run_few
 from imbrex.kernels.jit import Variant
 from imbrex.overlap import Serial
 from imbrex.placement import contiguous, from_slots
@@ -160,13 +160,22 @@ def test_calls_from_a_record_have_the_bits_of_their_steps(
         assert found == together
 
 
-def run_in_one(ranks: Ranks, with_one: list[int]) -> tuple[list[bool], list[int], int]:
-    """The same of ranks of which some are to dispatch and compute in one kernel; how many records have it."""
-    together: list[int] = []
+def run_in_one(ranks: Ranks, with_one: list[int]) -> tuple[list[bool], list[int], list[tuple[int, How]]]:
+    """The same of ranks of which some are to dispatch and compute in one kernel; of every record that has it,
+    on how many multiprocessors a rank dispatches, and the way."""
+    together: list[tuple[int, How]] = []
+
+    def run(*call: Any, how: How) -> int:
+        together.append((call[1].sms, how))
+        return run_few(*call, how=how)
+
     with a_layer(ranks, 256, one_kernel=ranks.rank in with_one) as layer:
-        layer.patch.setattr(recorded, "run_few", lambda *call: together.append(1) or run_few(*call))
+        transport: Any = layer.exchange.transport
+        sms = transport.sms.small
+        layer.patch.setattr(recorded, "run_few", run)
         same, launches = beside_steps(ranks, layer, 4)
-    return same, launches, len(together)
+        assert not together or together == [best_way(10, sms)] != [best_way(1, sms)]
+    return same, launches, together
 
 
 @pytest.mark.parametrize("with_one", [[0, 1], [1]])
@@ -175,7 +184,7 @@ def test_a_dispatch_and_its_experts_in_one_kernel_are_recorded(pool: Pool, with_
     for rank, (same, launches, found) in enumerate(pool.run(2, run_in_one, with_one)):
         assert same == [True] * 4
         assert launches == [0, 2, 4, 6]
-        assert found == (rank in with_one)
+        assert len(found) == (rank in with_one)
 
 
 def say_one_kernel(ranks: Ranks) -> list[str]:
@@ -218,7 +227,8 @@ def run_captured(ranks: Ranks) -> tuple[list[bool], int, int]:
     kept for a backward; the records behind the first call, and how many calls took one kernel."""
     together: list[int] = []
     with a_layer(ranks, 256, one_kernel=True) as layer:
-        layer.patch.setattr(recorded, "run_few", lambda *call: together.append(1) or run_few(*call))
+        run = run_few
+        layer.patch.setattr(recorded, "run_few", lambda *a, **how: together.append(1) or run(*a, **how))
         x_TD, routing = inputs_of(ranks.rank, 0, 7 + 3 * ranks.rank)
         wanted = layer(x_TD, routing, steps=False)
         dispatcher: Any = layer.exchange.dispatcher

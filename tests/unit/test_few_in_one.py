@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from imbrex.bench.stamps import STAMPS, stamped
+from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.kernels.exchange.groups import empty_groups
 from imbrex.kernels.ffn.glue import COUNTERS
-from imbrex.kernels.fused.few import How, run_few, why_not_few
+from imbrex.kernels.fused.few import How, best_way, run_few, why_not_few
 from imbrex.kernels.gemm.gemm import products_status
 from imbrex.kernels.jit import KernelError, Variant
 from imbrex.kernels.structs import struct
@@ -84,6 +85,16 @@ SHAPES = {
 def test_shapes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     case, sms, blocks = SHAPES[name]
     check_bits(make(monkeypatch, case, blocks=blocks), sms=sms)
+
+
+def test_as_many_push_as_where_a_peer_takes_two_launches() -> None:
+    """Ranks need not agree on one kernel, and wait for so many blocks of each that push."""
+    for ranks, sms in product(range(1, 17), range(1, 133)):
+        for tokens in (1, 2, 3, 128, lay.SMALL_TOKENS):
+            few = best_way(tokens, sms)[0]
+            assert 0 < few <= sms
+            assert lay.small_pushers(ranks, few) == lay.small_pushers(ranks, sms)
+    assert [best_way(tokens, 64) for tokens in (1, 4)] == [(32, How()), (64, How(into_l2=8))]
 
 
 @pytest.mark.parametrize("how", [How(256), How(640, 1)])

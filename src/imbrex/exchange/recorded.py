@@ -42,7 +42,7 @@ from imbrex.kernels.ffn import both
 from imbrex.kernels.ffn.ffn import Saved, Slots, ffn, ffn_backward, run_gradients, run_products
 from imbrex.kernels.ffn.glue import Groups
 from imbrex.kernels.ffn.widths import fits
-from imbrex.kernels.fused.few import run_few, why_not_few
+from imbrex.kernels.fused.few import best_way, run_few, why_not_few
 from imbrex.kernels.gemm.gemm import check_products
 from imbrex.kernels.gemm.portable import is_portable
 from imbrex.kernels.jit import launch_all
@@ -395,7 +395,7 @@ class Recorder:
             load = self.dispatcher.transport.load
             kernels.dispatch_expert(*tokens, sms.dispatch, out=rows_RD, routed=routed, **choosing)
             run_spread(routed, len(rows_RD), len(weights[1]), row_groups, load=load)
-        elif in_one and (behind := self._launch_few(kernels, places, tokens, weights)):
+        elif in_one and (behind := self._launch_few(call, places, tokens, weights)):
             sums["behind"] = behind
             return 1
         else:
@@ -410,23 +410,23 @@ class Recorder:
 
     def _launch_few(
         self,
-        kernels: NvlinkExchange,
+        call: Call,
         places: _Places,
         tokens: tuple[Tensor, Tensor, Tensor],
         weights: tuple[Tensor, Tensor],
     ) -> int:
         """Launch the dispatch of a small batch and its experts in one, if the transport is to and can: the
         `behind` of its sums, else 0."""
-        dispatcher = self.dispatcher
+        (kernels, part, _), dispatcher = call, self.dispatcher
         if not dispatcher.transport.one_kernel:
             return 0
         memory = places.rows_RD[None], places.routed
-        inputs, sms = (*tokens, None), dispatcher.sms.small
+        inputs, (sms, how) = (*tokens, None), best_way(part.max_tokens, dispatcher.sms.small)
         small = kernels.small_call(inputs, sms, places.groups, memory, dispatcher.choosing)
         self._apart = why_not_few(kernels, small, len(weights[1]))
         if self._apart is not None:
             return 0
-        return run_few(kernels, small, [weights], (places.act_RF[None], places.out_RD[None]))
+        return run_few(kernels, small, [weights], (places.act_RF[None], places.out_RD[None]), how=how)
 
     def _keep(
         self, key: Any, first: Any, kinds: tuple[str, ...], between: Sequence[Any], last: Any | None

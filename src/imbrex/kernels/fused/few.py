@@ -1,7 +1,7 @@
 """Dispatch of a small batch and its experts in one launch: the host's side of `fused/few.cu`.
 
 In place of `NvlinkExchange.dispatch_small` and `ffn.both.run_both`, with their bits. Peers need not know:
-they see the same words, tokens and flags. Not the default: on one H100 it was no faster (docs/LOG.md).
+they see the same words, tokens and flags. Not the default: on one H100 it gained at most 2 % (docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -45,6 +45,12 @@ class How(NamedTuple):
     fences: int = 1
 
 
+BEST = ((2, 32, How()), (lay.SMALL_TOKENS, lay.MAX_BLOCKS, How(into_l2=8)))
+"""Up to so many tokens a rank: multiprocessors that dispatch, at most, and the way. The fastest of what was
+timed on one H100 with 1, 4, 16 and 128 tokens (docs/LOG.md, 2026-11-27, "a small dispatch and both products
+in one launch"). 32 or more, with which as many push as with all (`lay.small_pushers`): peers wait for it."""
+
+
 class Computed(NamedTuple):
     """Experts' results, weighted, [L, row_capacity, D], the routing of their rows and its groups. behind: for
     a combine right behind (`Sums`)."""
@@ -63,7 +69,14 @@ def few_variant(*, local_ranks: int = 1, how: How = How()) -> Variant:  # noqa: 
 
 
 def shipped_variants() -> list[Variant]:
-    return [few_variant(), REDUCE_BEHIND]
+    return [*(few_variant(how=how) for _, _, how in BEST), REDUCE_BEHIND]
+
+
+def best_way(tokens: int, sms: int) -> tuple[int, How]:
+    """The multiprocessors that dispatch, of `sms` at most, and the way, where the rank with most has so many
+    tokens."""
+    limit, how = next((limit, how) for up_to, limit, how in BEST if tokens <= up_to)
+    return min(sms, limit), how
 
 
 def why_not_few(exchange: NvlinkExchange, small: SmallCall, experts: int) -> str | None:
@@ -153,6 +166,7 @@ def _maps(small: SmallCall, experts: Sequence[Weights], act_LRF: Tensor, out_LRD
 __all__ = [
     "SOURCE",
     "How",
+    "best_way",
     "dispatch_and_experts",
     "few_variant",
     "run_few",
