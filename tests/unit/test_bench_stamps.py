@@ -34,8 +34,8 @@ def test_times_are_of_one_scale_from_the_end_of_the_launch_before() -> None:
 
 
 def test_what_an_older_launch_has_left_is_no_time() -> None:
-    """A block of a larger grid, and a stamp that this launch's block has not set."""
-    words = launch([10 * SECOND, 10 * SECOND, SECOND], [500, 600, 700], kReleased=100)
+    """A block that there is not, and a stamp that this launch's block has not set."""
+    words = launch([10 * SECOND, 10 * SECOND, 0], [500, 600, 700], kReleased=100)
     words[0, STAMPS["kPlaced"]] = 499
     words[1, STAMPS["kPlaced"]] = 1600
     (times,) = times_of([words])
@@ -47,7 +47,7 @@ def test_what_an_older_launch_has_left_is_no_time() -> None:
 def test_a_line_is_of_blocks_that_came_by_in_medians_of_replays() -> None:
     replays = []
     for late in (0, 2000, 200_000):
-        words = launch([0, 100, 200], [1000, 1000, 1000], kReleased=0, kTile=4000)
+        words = launch([100, 200, 300], [1000, 1000, 1000], kReleased=0, kTile=4000)
         words[0, STAMPS["kTile"]] = 0
         words[2, STAMPS["kTile"]] += late if late < 20_000 else 10_000
         replays.append(times_of([words])[0])

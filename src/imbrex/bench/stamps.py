@@ -1,12 +1,14 @@
 """When the blocks of a small batch's kernels come where: the host's side of `ptx/stamps.cuh`.
 
-kernels = [few_variant(), REDUCE_BEHIND]                   # launched by `stamps.load` in place of `jit.load`
-replays.append(times_of(read_stamps(kernels)))             # behind each replay
+kernels = [few_variant(), REDUCE_BEHIND]  # loaded by `stamps.load` in place of `jit.load`
+replays.append(times_of(read_stamps(kernels)))  # behind each replay
 for line in summarise([replay[0] for replay in replays]):  # of the first of the kernels
+    print(line)
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,8 +26,8 @@ _DECLARED: list[tuple[str, str]] = re.findall(
 )
 STAMPS = {name: number for number, (name, _) in enumerate(_DECLARED)}
 """The stamps of a block, by name: where each stands."""
-SAME_LAUNCH_NS = 1_000_000
-"""Blocks of one launch begin within this time; others in its memory are of a larger grid, long before."""
+BLOCKS = 256
+"""The blocks that there is room for."""
 
 
 class Line(NamedTuple):
@@ -53,10 +55,18 @@ def load(variant: jit.Variant, device: torch.device | int | None = None) -> jit.
     return jit.load(stamped(variant), device)
 
 
+@functools.cache
+def _reader(variant: jit.Variant) -> jit.Kernel:
+    return load(variant).beside("read_stamps")
+
+
 def read_stamps(variants: Sequence[jit.Variant]) -> list[Tensor]:
-    """The stamps that the last launch of each has left, int64 [blocks, stamps], older ones behind them."""
-    raw = [bytearray(load(variant).memory("stamps")) for variant in variants]
-    return [torch.frombuffer(words, dtype=torch.int64).view(-1, len(STAMPS)) for words in raw]
+    """The stamps that the last launches of each have left, int64 [blocks, stamps] on the host; zeros of
+    blocks that have not begun since this was called before."""
+    words = [torch.empty(BLOCKS, len(STAMPS), dtype=torch.int64, device="cuda") for _ in variants]
+    for variant, to in zip(variants, words, strict=True):
+        _reader(variant).launch(grid=1, block=BLOCKS, args=[to])
+    return [to.cpu() for to in words]
 
 
 def times_of(launches: Sequence[Tensor]) -> list[Tensor]:
@@ -64,7 +74,7 @@ def times_of(launches: Sequence[Tensor]) -> list[Tensor]:
     where a block did not come by. Zero is when the first block of the first launch knew that the launch
     before had ended."""
     begin, end = STAMPS["kBeginTime"], STAMPS["kEndTime"]
-    live = [words[words[:, begin] > words[:, begin].max() - SAME_LAUNCH_NS] for words in launches]
+    live = [words[words[:, begin] > 0] for words in launches]
     origin, times = live[0][:, begin].min(), []
     for words in live:
         begun, ended = words[:, STAMPS["kBegun"]], words[:, STAMPS["kEnded"]]

@@ -317,16 +317,17 @@ class Queues(dict[int, Callable[[int, int], Any]]):
 
 
 class Kernel:
-    """A loaded kernel of one device; get it from `load`, before anything spins."""
+    """A loaded kernel of one device; get it from `load`, before anything spins. library: that of another
+    kernel of the same source, to share its global variables."""
 
-    def __init__(self, variant: Variant, device: int) -> None:
+    def __init__(self, variant: Variant, device: int, library: Any = None) -> None:
         driver = cuda_binding("driver")
         self.variant = variant
         self.device = device
         self._queues: dict[tuple[Any, ...], Queues] = {}
         compiled = compile_variant(variant)
         self.resources = compiled.resources
-        self._library = cuda_ok(
+        self._library = library or cuda_ok(
             driver.cuLibraryLoadData(compiled.cubin, [], [], 0, [], [], 0), f"loading {variant}"
         )
         kernel = cuda_ok(
@@ -419,13 +420,9 @@ class Kernel:
         count = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(self._function, block, smem)
         return cuda_ok(count, "counting blocks")
 
-    def memory(self, name: str) -> bytes:
-        """A copy of a global variable of its source, behind what is queued: for measurements."""
-        driver = cuda_binding("driver")
-        address, size = cuda_ok(driver.cuLibraryGetGlobal(self._library, name.encode()), f"finding {name}")
-        copy = ctypes.create_string_buffer(size)
-        cuda_ok(driver.cuMemcpyDtoH(ctypes.addressof(copy), address, size), f"reading {name}")
-        return copy.raw
+    def beside(self, entry: str) -> Kernel:
+        """Another kernel of the same source, which shares global variables with this one."""
+        return Kernel(replace(self.variant, entry=entry), self.device, self._library)
 
     def prepare(self, *, args: Sequence[Any], **how: Any) -> Prepared:
         """A launch to be made later, and again, on the stream that is then current; `how`: what `launch`
