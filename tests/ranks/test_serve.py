@@ -236,7 +236,12 @@ def test_no_graph_is_a_lever_where_there_are_none(tmp_path: Path) -> None:
         (["--users", "a"], "--users is a"),
         (["--chunk", "4"], "--chunk is 4"),
         (["--rounds", "1"], "--rounds is 1"),
-        (["--transport", "pigeon"], "'pigeon' is not known"),
+        (
+            ["--transport", "pigeon"],
+            "'pigeon' is not known; use some of auto, gather-scatter, transformers, alone, ",
+        ),
+        (["--transport", "auto,"], "--transport: '' is not known"),
+        (["--transport", "allreduce"], "it wants equal tokens, and ranks serve their own"),
         (["--model", "qwen3-30b-a3b", "--drafts", "1"], "no block to draft with"),
         (["--drafts", "1", "--forced", "2"], "force at most as many"),
         (["--train", "2"], "--train 2: the demo's model is trained"),
@@ -262,6 +267,7 @@ def test_no_graph_is_a_lever_where_there_are_none(tmp_path: Path) -> None:
         (["--experts", "auto,none"], "implementation 'none'"),
         (["--experts", "kernels-fp8"], "--experts kernels-fp8: "),
         (["--users", "1000000000"], "give fewer --users"),
+        (["--ranks", "1", "--chunk", "4x9999999999"], "1 rank needs some"),
     ],
 )
 def test_wrong_words_are_refused_in_one_line(

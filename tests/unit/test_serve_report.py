@@ -72,6 +72,12 @@ def test_rivals_are_not_named_after_codecs_and_experts_that_they_do_not_use() ->
     assert named == ["alltoall int8 loop", "alltoall loop", "alone loop", "gather-scatter"]
 
 
+def test_what_is_named_twice_is_served_once() -> None:
+    args = argparse.Namespace(transport="auto,alone,auto", codec="identity", experts="auto", users="2,7,2")
+    assert [way.name for way in ways_from_words(args)] == ["auto", "alone"]
+    assert command.numbers(args, "users") == [2, 7]
+
+
 def test_a_page_has_a_section_for_every_load(tmp_path: Path) -> None:
     more = [row("alltoall", 2, 1.0, 2.0, model="demo", input=n, output=8) for n in (4, 9)]
     write_report(tmp_path / "page.html", facts={}, rows=more)

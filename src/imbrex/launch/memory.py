@@ -43,8 +43,9 @@ def why_not_start(
         limit = max(1, available // RANK_BYTES)
         what = f"{each}, before tokens and experts"
         mend = f"start at most {limit} here, or spread them over several machines with torchrun"
+    ranks = "1 rank needs" if num_ranks == 1 else f"{num_ranks} ranks need"
     return (
-        f"{num_ranks} ranks need some {_gigabytes(needed)} of memory ({what}), and this machine has "
+        f"{ranks} some {_gigabytes(needed)} of memory ({what}), and this machine has "
         f"{_gigabytes(available)} available: {mend}"
     )
 

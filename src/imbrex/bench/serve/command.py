@@ -32,7 +32,7 @@ from imbrex.serve.engine import Engine, HostTime, Settings
 from imbrex.serve.model import Decoder
 
 QUESTION = "How many tokens a second does a GPU give, and a user see?"
-SMALLER = "give fewer --users, shorter requests or a smaller --model"
+SMALLER = "give fewer --users, shorter requests, a smaller --chunk or a smaller --model"
 SWEPT = ("drafts", "interval", "input")
 LISTS = ("users", *SWEPT)
 """Options that take several numbers; an engine for all users, and one for each of the swept ones."""
@@ -91,10 +91,7 @@ def pull_levers(args: argparse.Namespace) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError for what can be refused before any rank starts."""
-    from imbrex.codec import make_wire
-    from imbrex.experts.experts import pick_implementation
     from imbrex.runtime.waits import timeout_seconds
-    from imbrex.transport import pick
 
     for name, least in (("ranks", 1), ("output", 1), ("rounds", 2)):
         if getattr(args, name) < least:
@@ -112,18 +109,7 @@ def check(args: argparse.Namespace) -> None:
                 raise ValueError(f"--drafts {drafts}: an answer has {args.output} tokens; draft fewer")
             if args.weights or not MODELS[args.model].drafting:
                 raise ValueError(f"--drafts {drafts}: {model} has no block to draft with; leave it out")
-    for name in args.transport.split(","):
-        if name not in (ALONE, *RIVALS):
-            pick(name, num_ranks=args.ranks, top_k=config.moe.top_k)
-    for codec in args.codec.split(","):
-        make_wire(codec)
-    for experts in args.experts.split(","):
-        # Refused, not replaced: rows are named after it.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            chosen, reason = pick_implementation(experts)
-        if experts not in ("auto", chosen):
-            raise ValueError(f"--experts {experts}: {reason}; leave it out")
+    _check_ways(args, config.moe.top_k)
     if args.forced is not None and not any(numbers(args, "drafts")):
         raise ValueError(f"--forced {args.forced:g}: nothing is drafted; give --drafts, or leave it out")
     args.timeout = timeout_seconds(args.timeout)
@@ -138,6 +124,33 @@ def _check_lists(args: argparse.Namespace) -> None:
     slots = -(-max(numbers(args, "users")) // args.ranks)
     if args.sizes is not None and max(numbers(args, "sizes")) > slots:
         raise ValueError(f"--sizes is {args.sizes}: a rank has {slots} rows at most; leave larger ones out")
+
+
+def _check_ways(args: argparse.Namespace, top_k: int) -> None:
+    from imbrex.codec import make_wire
+    from imbrex.experts.experts import pick_implementation
+    from imbrex.transport import TRANSPORTS, pick
+
+    for name in args.transport.split(","):
+        if name in (ALONE, *RIVALS):
+            continue
+        if name not in ("auto", *TRANSPORTS):
+            known = ", ".join(("auto", *RIVALS, ALONE, *TRANSPORTS))
+            raise ValueError(f"--transport: {name!r} is not known; use some of {known}")
+        if name == "allreduce" and args.ranks > 1:
+            raise ValueError(
+                f"--transport {name}: it wants equal tokens, and ranks serve their own; leave it out"
+            )
+        pick(name, num_ranks=args.ranks, top_k=top_k)
+    for codec in args.codec.split(","):
+        make_wire(codec)
+    for experts in args.experts.split(","):
+        # Refused, not replaced: rows are named after it.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            chosen, reason = pick_implementation(experts)
+        if experts not in ("auto", chosen):
+            raise ValueError(f"--experts {experts}: {reason}; leave it out")
 
 
 def _check_files(args: argparse.Namespace) -> None:
@@ -199,10 +212,11 @@ def _check_levers(args: argparse.Namespace) -> None:
 
 
 def numbers(args: argparse.Namespace, name: str) -> list[int]:
+    """The numbers of an option, each once: rows of a result file are told apart by them."""
     text = getattr(args, name)
     if not all(word.isdecimal() for word in text.split(",")):
         raise ValueError(f"--{name} is {text}: give whole numbers, with commas between")
-    return [int(word) for word in text.split(",")]
+    return list(dict.fromkeys(map(int, text.split(","))))
 
 
 def _longest_chunk(args: argparse.Namespace) -> int:
@@ -257,7 +271,7 @@ def ways_from_words(args: argparse.Namespace) -> list[Way]:
         codecs = ["identity"] if plain or alone else args.codec.split(",")
         experts = ["auto"] if plain else args.experts.split(",")
         ways += [Way(transport=transport, codec=c, experts=e) for c, e in product(codecs, experts)]
-    return ways
+    return list(dict.fromkeys(ways))
 
 
 def compare(
