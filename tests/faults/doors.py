@@ -168,6 +168,22 @@ DOORS = [
         ("ranks/test_compile.py::test_ranks_wait_for_one_that_compiles",),
     ),
     Fault(
+        "compiles-though-dead",
+        "runtime/compiling.py",
+        "a rank that dies while it compiles is waited for for half an hour",
+        "in compilers(LISTEN_S).items() if lives]",
+        "in compilers(LISTEN_S).items()]",
+        ("ranks/test_compile.py::test_one_that_dies_while_it_compiles_is_lost",),
+    ),
+    Fault(
+        "compiles-but-for-now",
+        "runtime/compiling.py",
+        "a rank that compiles for longer than others listen is lost",
+        "    while not over.wait(BEAT_S):",
+        "    while False:",
+        ("unit/test_compiling.py::test_a_note_changes_until_it_is_taken_back",),
+    ),
+    Fault(
         "compiles-to-the-end",
         "runtime/waits.py",
         "a rank that has compiled once is waited for half an hour when it hangs",
@@ -230,7 +246,7 @@ DOORS = [
     ),
     Fault(
         "own-experts-compile-unheard",
-        "runtime/roll.py",
+        "runtime/compiling.py",
         "a rank whose experts compile themselves behind a dispatch is lost",
         "        dynamo.callback_handler.register_start_callback(_begin_compiling)\n",
         "",

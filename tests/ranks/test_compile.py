@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +18,12 @@ from torch import Tensor
 import imbrex
 import imbrex.overlap
 from imbrex.contracts import Dispatched, RowForm
-from imbrex.runtime import roll
+from imbrex.runtime import compiling, roll
 from tests.emulated import kernel
 from tests.poison import real_empty
 from tests.ranks.emulated_nvlink import EmulatedNvlink
 from tests.ranks.layer_jobs import Case, coefficients, make_layer, tokens_of
-from tests.ranks.pool import Pool, Ranks
+from tests.ranks.pool import Pool, RankError, Ranks
 
 CONFIG = imbrex.MoEConfig(hidden_size=8, intermediate_size=16, num_experts=6, top_k=2)
 WIDE = imbrex.MoEConfig(hidden_size=64, intermediate_size=24, num_experts=6, top_k=2)
@@ -173,10 +175,10 @@ def run_beside_a_slow_compiler(ranks: Ranks, transport: str) -> list[Tensor]:
     run = torch.compile(layer, backend=slow) if last else layer
     with real_empty(), torch.no_grad():
         outputs, until = [layer(x)], time.monotonic() + 30
-        while not (last or roll.who_compiles()) and time.monotonic() < until:
+        while not (last or compiling.who_compiles()) and time.monotonic() < until:
             time.sleep(0.01)
         outputs += [run(x), run(x)]
-    assert not roll.who_compiles()
+    assert not compiling.who_compiles()
     return outputs
 
 
@@ -222,7 +224,7 @@ def run_beside_slow_experts(ranks: Ranks) -> bool:
     for _ in range(2):
         with real_empty(), torch.no_grad():
             outputs.append(layer(x))
-    assert not roll.who_compiles()
+    assert not compiling.who_compiles()
     return torch.equal(*outputs)
 
 
@@ -234,14 +236,55 @@ def test_ranks_wait_for_one_whose_experts_compile_themselves(pool: Pool) -> None
 def silent_and_compiling(ranks: Ranks) -> str:
     """What the roll says of a rank that compiles and answers nobody."""
     if ranks.rank == 1:
-        roll.tell_compiling()
+        compiling.tell_compiling()
     dist.barrier(ranks.group)
     said = "" if ranks.rank == 1 else roll.call_roll(ranks.group, "dispatch", "dispatch", 0.4)
     dist.barrier(ranks.group)
-    roll.tell_running()
+    compiling.tell_running()
     return said
 
 
 def test_a_lost_rank_that_compiles_is_named(pool: Pool) -> None:
     said = "; not heard of since: rank 1; rank 1 compiles: raise the time-out (IMBREX_TIMEOUT_S)"
     assert pool.run(2, silent_and_compiling)[0] == f"{said}, or compile on every rank"
+
+
+def die_compiling(ranks: Ranks, transport: str) -> None:
+    """Rank 1 is killed in the middle of a compilation."""
+    moves = EmulatedNvlink(ranks.group, timeout=1.0) if transport == "nvlink" else transport
+    case = Case(
+        config=WIDE, tokens=(5, 3), dtype=torch.bfloat16, options={"transport": moves, "timeout": 1.0}
+    )
+    layer = make_layer(case, ranks.group)
+
+    def die(graph: Any, _: Any) -> None:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    run = torch.compile(layer, backend=die) if ranks.rank == 1 else layer
+    with pytest.MonkeyPatch.context() as patch, real_empty(), torch.no_grad():
+        patch.setattr(compiling, "LISTEN_S", 1.0)
+        layer(tokens_of(case, ranks.rank))
+        began = time.monotonic()
+        try:
+            run(tokens_of(case, ranks.rank))
+        except imbrex.RankLostError as error:
+            raise AssertionError(f"{time.monotonic() - began < 10}: {error}") from error
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize(
+    ("transport", "said"),
+    [
+        ("alltoall", "rank 0 lost its peers in plan .*: rank 1; rank 1 compiled when it was last heard of"),
+        pytest.param("nvlink", r"dispatch: ranks \[1\] did not come to call", marks=EMULATED),
+    ],
+    ids=["alltoall", "nvlink"],
+)
+def test_one_that_dies_while_it_compiles_is_lost(transport: str, said: str) -> None:
+    ranks = Pool(2, timeout_s=60.0, grace_s=15.0)
+    try:
+        with pytest.raises(RankError, match=f"True: {said}"):
+            ranks.run(2, die_compiling, transport)
+    finally:
+        ranks.close()

@@ -20,7 +20,7 @@ from torch.library import custom_op, get_ctx
 
 from imbrex.contracts import Arrived, Crossing, Dispatched, Dispatcher, Handle, Routing
 from imbrex.exchange.agreement import is_plain, raise_in_data_group
-from imbrex.runtime.roll import tell_compiling
+from imbrex.runtime.compiling import tell_compiling
 from imbrex.runtime.tracing import differentiated, once_differentiable, traced
 
 Value = TypeVar("Value")

@@ -32,8 +32,8 @@ from imbrex.kernels.ffn.glue import COUNTERS, Groups
 from imbrex.kernels.ffn.tokens import ffn_in_place
 from imbrex.kernels.fused.rows_out import rows_out
 from imbrex.kernels.gemm.gemm import ALONE
+from imbrex.runtime.compiling import tell_compiling
 from imbrex.runtime.deferred import Deferral
-from imbrex.runtime.roll import tell_compiling
 
 
 def fused_layer(

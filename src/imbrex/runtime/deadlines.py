@@ -30,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from imbrex.runtime.roll import who_compiles
+from imbrex.runtime.compiling import who_compiles
 from imbrex.runtime.streams import ReplayCounters, Word
 
 LONGEST_TICK_S = 0.5

@@ -1,6 +1,5 @@
-"""Notes of ranks in the store that they share: where a rank waits that has lost somebody, and how the program
-of one has ended that is heard of no more, for the error of a lost rank; and which rank compiles, for which
-the others wait longer."""
+"""Notes of ranks in the store that they share, for the error of a lost rank: where a rank waits that has lost
+somebody, and how the program of one has ended that is heard of no more."""
 
 from __future__ import annotations
 
@@ -12,12 +11,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from imbrex.runtime.tracing import in_trace_too
+from imbrex.runtime.compiling import BEAT_S, compilers, tell_no_more
 
 ROLL_S = 1.0
 """The longest that ranks wait for each other's word once they have lost somebody."""
-COMPILING_S = 1800.0
-"""The longest that a rank counts as one that compiles."""
 BEGINS = ("plan", "route", "schedule events")
 """Phases in which a call begins: a rank that makes fewer calls is missed there."""
 UNEVEN = (
@@ -25,6 +22,8 @@ UNEVEN = (
     "drop_last=True or imbrex.parallel.batches.even, or evaluate inside its in_step(model)"
 )
 WELL = "without an exception"
+_COMPILES = "compiles: raise the time-out (IMBREX_TIMEOUT_S), or compile on every rank"
+_DIED = "compiled when it was last heard of"
 _told: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """This process's rank, by groups whose ranks hear how its program ends."""
 os.register_at_fork(after_in_child=_told.clear)
@@ -33,65 +32,6 @@ os.register_at_fork(after_in_child=_told.clear)
 def will_tell(group: dist.ProcessGroup) -> None:
     """Have this rank tell the ranks of a group how its program ends, if the group lives until then."""
     _told[group] = dist.get_rank()
-
-
-class _Note:
-    """The note of this rank. compiling: it compiles. layer: a layer, and has not run it yet."""
-
-    compiling = layer = False
-
-
-@in_trace_too
-def tell_compiling() -> None:
-    """Note, as a compiler traces a layer, that this rank comes later than others."""
-    _begin_compiling()
-    _Note.layer = True
-
-
-def tell_running() -> None:
-    """Take that note back, as this rank meets others again. From the first such call on, it is written for
-    whatever else is compiled, too: experts by themselves, or what stands between two layers."""
-    dynamo = sys.modules.get("torch._dynamo.callback")
-    # Torch's reset forgets who listens.
-    if dynamo is not None and _begin_compiling not in dynamo.callback_handler.start_callbacks:
-        dynamo.callback_handler.register_start_callback(_begin_compiling)
-        dynamo.callback_handler.register_end_callback(_end_compiling)
-    if _Note.compiling:
-        _Note.compiling = _Note.layer = False
-        _write_compiling("0")
-
-
-def _begin_compiling(*_: object) -> None:
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        _write_compiling(f"{time.time()}")
-        _Note.compiling = True
-
-
-def _end_compiling(*_: object) -> None:
-    if _Note.compiling and not _Note.layer:
-        _Note.compiling = False
-        _write_compiling("0")
-
-
-def _write_compiling(since: str) -> None:
-    try:
-        store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore
-        store.set(f"imbrex/compiling/{dist.get_rank()}", since)
-    except (RuntimeError, ValueError):
-        pass  # the store has gone with the rank that held it, and so will this one
-
-
-def who_compiles() -> list[int]:
-    """The ranks that compile a layer now, none for longer than `COMPILING_S`."""
-    if not dist.is_initialized():
-        return []
-    try:
-        store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore
-        keys = {r: f"imbrex/compiling/{r}" for r in range(dist.get_world_size()) if r != dist.get_rank()}
-        since = {r: float(store.get(key)) for r, key in keys.items() if store.check([key])}
-    except (RuntimeError, ValueError):
-        return []
-    return [rank for rank, begin in since.items() if time.time() - begin < COMPILING_S]
 
 
 def call_roll(group: dist.ProcessGroup | None, what: str, where: str, timeout_s: float) -> str:
@@ -143,10 +83,10 @@ def _on_the_silent(group: dist.ProcessGroup, silent: list[int], begins: bool) ->
     words = "".join(f"; the program of rank {r} has ended {how}" for r, how in ended.items())
     if unheard:
         words += f"; not heard of since: rank{'s' * (len(unheard) > 1)} {', '.join(map(str, unheard))}"
-        for rank in sorted({*unheard} & {*who_compiles()}):
-            uneven = False
-            words += f"; rank {rank} compiles: raise the time-out (IMBREX_TIMEOUT_S), or "
-            words += "compile on every rank"
+        for rank, lives in compilers(2 * BEAT_S).items():
+            if rank in unheard:
+                uneven = False
+                words += f"; rank {rank} {_COMPILES if lives else _DIED}"
     elif any(how != WELL for how in ended.values()):
         uneven = False
     return words + UNEVEN * uneven
@@ -168,6 +108,7 @@ def _end_of(rank: int) -> str:
 def tell_end() -> None:
     """Write down, as Python ends, how this rank's program does: for the groups that something still refers
     to, destroyed or not."""
+    tell_no_more()
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     how = WELL if error is None else f"with {type(error).__name__}: {error}".splitlines()[0][:240]
     for group, rank in list(_told.items()):

@@ -20,8 +20,9 @@ import torch.distributed as dist
 # first call of an operator; imported here, before there is a group, it keeps none alive. See `leave`.
 import torch.distributed.nn.functional
 
+from imbrex.runtime.compiling import tell_running, who_compiles
 from imbrex.runtime.deadlines import deadlines
-from imbrex.runtime.roll import call_roll, tell_end, tell_running, who_compiles
+from imbrex.runtime.roll import call_roll, tell_end
 
 __all__ = ["all_gather_single", "finish", "run", "start"]
 """The names for adapters."""

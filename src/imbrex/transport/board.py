@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from imbrex.runtime.roll import tell_running
+from imbrex.runtime.compiling import tell_running
 from imbrex.runtime.waits import Deadline, RankLostError
 
 CHECK_S = 0.01

@@ -27,7 +27,7 @@ from imbrex.overlap.events.seat import Patience, Seat, learnt
 from imbrex.overlap.fused import Fused, why_not_experts
 from imbrex.overlap.pipelined import parameters_of
 from imbrex.overlap.serial import Serial
-from imbrex.runtime.roll import tell_compiling, tell_running
+from imbrex.runtime.compiling import tell_compiling, tell_running
 from imbrex.runtime.tracing import differentiated, in_trace_too
 
 ARGUMENTS = {"tau", "epsilon", "every", "budget"}
