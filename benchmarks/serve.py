@@ -313,46 +313,17 @@ def _has(name: str, words: tuple[str, ...]) -> bool:
     return any(word in name for word in words)
 
 
-class Timed:
-    """The programs of an engine with the device's time of every call."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.spans: list[tuple[int | str, Any, Any]] = []
-        for key, program in engine.programs.items():
-            engine.programs[key] = lambda key=key, program=program: self._call(key, program)
-
-    def _call(self, key: int | str, program: Callable[[], None]) -> None:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        program()
-        end.record()
-        self.spans.append((key, begin, end))
-
-    def found(self) -> dict[str, Any]:
-        """The share of the time in which no step ran, and the median of every step, ms."""
-        torch.cuda.synchronize()
-        whole = self.spans[0][1].elapsed_time(self.spans[-1][2])
-        of_key: dict[str, list[float]] = {}
-        for key, begin, end in self.spans:
-            of_key.setdefault(str(key), []).append(begin.elapsed_time(end))
-        busy = sum(map(sum, of_key.values()))
-        medians = {key: round(statistics.median(times), 3) for key, times in of_key.items()}
-        return {"no_step_share": round(1 - busy / whole, 4), "device_ms": medians}
-
-
 def loop_row(engine: Engine, way: str, case: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
     """A closed loop of 32 users a rank, and the same replayed from the times in `rows`."""
     ranks = dist.get_world_size()
     load = Load(users=32 * ranks, input=1024, output=128, rounds=3)
-    programs, timed = dict(engine.programs), Timed(engine)
     point = serve(engine, load, engine.host_group)
-    engine.programs = programs
     alike = Load(users=32, input=load.input, output=load.output, rounds=load.rounds)
     again = replay(step_times(rows, case["model"], way), alike, engine.settings)
     names = ("tokens_per_s_gpu", "tokens_per_s_user")
     case = case | {"users": load.users, "input": load.input, "output": load.output, "interval": INTERVAL}
     replayed = {name: round(again[name], 1) for name in names}
-    return {"op": "serve", "impl": way, "case": case} | point | timed.found() | {"replayed": replayed}
+    return {"op": "serve", "impl": way, "case": case} | point | {"replayed": replayed}
 
 
 def choice_rows(engine: Engine) -> list[dict[str, Any]]:

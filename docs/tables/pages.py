@@ -84,6 +84,8 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
     "docs/megatron.md": {"steps": megatron.steps},
     "docs/serving.md": {
         "two gpus": serve.steps,
+        "reach": serve.reach,
+        "two gpu drafts": serve.two_gpu_drafts,
         "loops": serve.loops,
         "one gpu": serve.one_gpu,
         "parts": serve.parts,

@@ -85,24 +85,67 @@ def loops() -> Table:
     return Table(head=head, body=body, rows=used)
 
 
+AIM = 1.3
+"""How many times the tokens/s of the best rival were to be reached."""
+
+
+def reach() -> Table:
+    """What a step reads by experts that are spread and by data parallelism alone, of one run, and what that
+    leaves of the aim; beside it a GPU with half of the experts, of which nothing crosses."""
+    head = [
+        "model",
+        "rows a rank",
+        "tokens before",
+        "GB read, spread",
+        "GB read, alone",
+        "ratio of the floors",
+    ]
+    head += ["ratio of the steps", f"{AIM} wants a step within", "where nothing crosses"]
+    body, used = [], []
+    rows = [r for r in read("serve") if _is_plain_step(r)]
+    ours = {(r["run"], _place(r)): r for r in select(rows, impl="nvlink")}
+    alone = {_place(r): r for r in select(rows, impl="alone") if (r["run"], _place(r)) in ours}
+    for rival in sorted(alone.values(), key=_order):
+        own = ours[rival["run"], _place(rival)]
+        (model, tokens, count), taken = _place(own), rival["median_us"]
+        halves = [r for r in _one() if _is_plain_step(r) and r["impl"] == "auto"]
+        half = [r for r in halves if _place(r) == (f"{model}-half", tokens, count)]
+        ratios = rival["read_gb"] / own["read_gb"], taken / own["median_us"], taken / AIM / own["floor_us"]
+        still = f"{taken / half[0]['median_us']:.2f}" if half else ""
+        read_gb = [f"{row['read_gb']:.1f}" for row in (own, rival)]
+        body.append([NAMES[model], count, tokens, *read_gb, *(f"{x:.2f}" for x in ratios), still])
+        used += [own, rival, *half]
+    return Table(head=head, body=body, rows=used)
+
+
 def one_gpu_drafts() -> Table:
     """Steps of one GPU that draft, and what leaves of them."""
-    head = ["way", "rows", "drafts", "forced", "step, ms", "tokens/s a GPU", "over none", "of the floor"]
+    return _drafts(read("serve_one"), ONE_GPU)
+
+
+def two_gpu_drafts() -> Table:
+    """The same on two GPUs."""
+    return _drafts(read("serve"), WAYS)
+
+
+def _drafts(rows: Sequence[Row], names: dict[str, str]) -> Table:
+    """The newest steps that draft beside those without, of the same run or, where it has none, the newest."""
+    head = ["way", "rows", "tokens before", "drafts", "forced", "step, ms", "tokens/s a GPU", "over none"]
+    steps = sorted(select(rows, op="decode step"), key=lambda row: row["run"])
+    newest = {(r["impl"], *r["case"].items()): r for r in steps if "drafts" in r["case"]}
+    plain = {
+        (r["impl"], *_place(r), run): r for r in steps if _is_plain_step(r) for run in (r["run"], "newest")
+    }
     body, used = [], []
-    steps = select(_one(), op="decode step")
-    for row in (r for r in steps if "drafts" in r["case"]):
-        case = row["case"]
-        plain = next(
-            r
-            for r in select(steps, impl=row["impl"])
-            if "drafts" not in r["case"] and _place(r) == _place(row)
-        )
-        gain = row["tokens_per_s_gpu"] / plain["tokens_per_s_gpu"]
+    for row in sorted(newest.values(), key=_draft_order):
+        case, of = row["case"], (row["impl"], *_place(row))
+        beside = plain.get((*of, row["run"])) or plain[*of, "newest"]
+        gain = row["tokens_per_s_gpu"] / beside["tokens_per_s_gpu"]
         figures = [f"{row['median_us'] / 1e3:.1f}", row["tokens_per_s_gpu"], f"{gain:.2f}"]
-        chosen = [ONE_GPU[row["impl"]], case["B"], case["drafts"], case["forced"]]
+        chosen = [names[row["impl"]], case["B"], case["context"], case["drafts"], case["forced"]]
         body.append([*chosen, *figures, f"{row['times_floor']:.2f}"])
-        used += [row, plain]
-    return Table(head=head, body=body, rows=used)
+        used += [row, beside]
+    return Table(head=[*head, "of the floor"], body=body, rows=used)
 
 
 def one_gpu() -> Table:
@@ -159,6 +202,10 @@ def _is_plain_step(row: Row) -> bool:
 def _order(row: Row) -> tuple[int, int, int]:
     case = row["case"]
     return list(NAMES).index(case["model"]), case["context"], case["B"]
+
+
+def _draft_order(row: Row) -> tuple[int, int, int, int]:
+    return row["case"]["drafts"], *_order(row)
 
 
 def _place(row: Row) -> tuple[str, int, int]:

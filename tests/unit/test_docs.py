@@ -84,26 +84,61 @@ def test_a_changed_figure_is_noticed(tmp_path: Path) -> None:
     assert pages.filled("docs/nvlink.md", text.replace(figure[1], "1")) == text
 
 
-def test_a_rival_of_serving_is_beside_ours_of_its_own_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def step(run: int, impl: str, us: float, context: int) -> dict[str, Any]:
-        case = {"model": "qwen3-30b-a3b", "B": 8, "context": context}
-        figures = {"median_us": us, "floor_us": 1e3, "times_floor": us / 1e3}
-        measured = {"file": "serve.json", "commit": "c", "date": "d", "hardware": {"gpu": "G", "count": 2}}
-        return {"run": run, "op": "decode step", "impl": impl, "case": case, "measured": measured} | figures
+def serving_step(run: int, impl: str, us: float, context: int = 1024, **more: Any) -> dict[str, Any]:
+    """A step of decoding that reads as many GB as it takes ms, with a floor of 1 ms."""
+    case = {"model": "qwen3-30b-a3b", "B": 8, "context": context} | more
+    figures = {"median_us": us, "floor_us": 1e3, "times_floor": us / 1e3, "read_gb": us / 1e3}
+    measured = {"file": "serve.json", "commit": "c", "date": "d", "hardware": {"gpu": "G", "count": 2}}
+    row = {"run": run, "op": "decode step", "impl": impl, "case": case, "measured": measured}
+    return row | figures | {"tokens_per_s_gpu": 1e6 / us}
 
+
+def lines_of(table: Table) -> list[dict[str, Any]]:
+    return [dict(zip(table.head, line, strict=True)) for line in table.body]
+
+
+def test_a_rival_of_serving_is_beside_ours_of_its_own_run(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = (
-        *(step(0, "nvlink", 4e3, n) for n in (1024, 4608)),
-        *(step(0, "gather-scatter", 8e3, n) for n in (1024, 4608)),
-        step(1, "nvlink", 2e3, 1024),
-        step(2, "alone", 1e3, 1024),
+        *(serving_step(0, "nvlink", 4e3, n) for n in (1024, 4608)),
+        *(serving_step(0, "gather-scatter", 8e3, n) for n in (1024, 4608)),
+        serving_step(1, "nvlink", 2e3),
+        serving_step(2, "alone", 1e3),
     )
     monkeypatch.setattr(serving, "read", lambda name: rows)
     table = serving.steps()
     assert table.head[:3] == ["model", "rows a rank", "tokens before"]
-    lines = [dict(zip(table.head, line, strict=True)) for line in table.body]
+    lines = lines_of(table)
     assert [line["tokens before"] for line in lines] == [1024, 4608]
     assert [line["imbrex"] for line in lines] == ["2.00", "4.00"]
     assert [line["over the best rival"] for line in lines] == ["2.00", "2.00"], "8 over 4, not over 2"
+
+
+def test_what_serving_can_reach_is_of_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (
+        serving_step(0, "nvlink", 4e3),
+        serving_step(0, "alone", 5e3),
+        serving_step(1, "nvlink", 2e3),
+        serving_step(2, "alone", 1e3),
+    )
+    half = serving_step(0, "auto", 2e3, model="qwen3-30b-a3b-half")
+    monkeypatch.setattr(serving, "read", lambda name: rows if name == "serve" else (half,))
+    (line,) = lines_of(serving.reach())
+    names = ("ratio of the floors", "ratio of the steps", "1.3 wants a step within", "where nothing crosses")
+    assert [line[name] for name in names] == ["1.25", "1.25", "3.85", "2.50"]
+
+
+def test_drafts_of_serving_are_beside_none_of_their_own_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (
+        serving_step(0, "nvlink", 4e3),
+        serving_step(0, "nvlink", 5e3, drafts=1, forced=0.8),
+        serving_step(1, "nvlink", 1e3),
+        serving_step(2, "nvlink", 5e3, drafts=3, forced=1.6),
+    )
+    monkeypatch.setattr(serving, "read", lambda name: rows)
+    assert [(line["drafts"], line["over none"]) for line in lines_of(serving.two_gpu_drafts())] == [
+        (1, "0.80"),
+        (3, "0.20"),
+    ]
 
 
 def test_a_page_and_its_tables_belong_together() -> None:

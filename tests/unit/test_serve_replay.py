@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from benchmarks import serve as benchmark
 
 from imbrex.bench.serve import loop
+from imbrex.bench.serve.device import DeviceTime
 from imbrex.bench.serve.loop import Load, serve
 from imbrex.bench.serve.measured import step_times
 from imbrex.bench.serve.replay import StepTimes, Timeline, at, replay
@@ -192,3 +195,36 @@ def test_windows_of_ranks_that_hardly_meet_give_no_rate(monkeypatch: pytest.Monk
     monkeypatch.setattr(loop, "_gathered", beside_another)
     assert replay(times, load, kind)["tokens_per_s_gpu"] is None
     assert len(windows) == 2
+
+
+def test_the_time_in_which_no_step_runs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps of 3 ms and a chunk of 5, with 4 ms between the last two."""
+    now = [0.0]
+
+    class Event:
+        def __init__(self, **_: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = now[0]
+
+        def elapsed_time(self, other: Event) -> float:
+            return other.at - self.at
+
+    def taking(ms: float) -> Callable[[], None]:
+        return lambda: now.__setitem__(0, now[0] + ms)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    engine: Any = SimpleNamespace(programs={"prefill": taking(5.0), 8: taking(3.0)})
+    before = dict(engine.programs)
+    device = DeviceTime(engine)
+    engine.programs["prefill"]()
+    engine.programs[8]()
+    taking(4.0)()
+    engine.programs[8]()
+    figures = device.figures()
+    assert engine.programs == before
+    assert figures["no_step_share"] == pytest.approx(4 / 15, abs=1e-4)
+    assert figures["device_ms"] == figures["device_mean_ms"] == {"prefill": 5.0, "8": 3.0}
+    assert figures["device_calls"] == {"prefill": 1, "8": 2}

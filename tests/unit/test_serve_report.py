@@ -19,6 +19,7 @@ from imbrex.bench.serve import command, measured
 from imbrex.bench.serve.command import ways_from_words
 from imbrex.bench.serve.report import curves, front, name_of, write_report
 from imbrex.reproduce import Options, find, serving
+from imbrex.serve.engine import HostTime
 
 
 def row(impl: str, users: int, user: float | None, gpu: float | None, **case: Any) -> dict[str, Any]:
@@ -70,6 +71,14 @@ def test_rivals_are_not_named_after_codecs_and_experts_that_they_do_not_use() ->
     )
     named = [way.name for way in ways_from_words(args)]
     assert named == ["alltoall int8 loop", "alltoall loop", "alone loop", "gather-scatter"]
+
+
+def test_the_time_without_a_step_is_beside_the_hosts() -> None:
+    host = {"host_us": dict.fromkeys(HostTime.NAMES, 1.0), "launches": 1.0}
+    on_gpu, on_cpu = (ROWS[0] | host | more for more in ({"no_step_share": 0.0123}, {}))
+    on_gpu["case"] = on_cpu["case"] = ROWS[0]["case"] | {"input": 8}
+    assert [command._host_cells(of)[-1] for of in (on_gpu, on_cpu)] == ["1.23", "-"]
+    assert len(command._host_cells(on_gpu)) == len(command.HOST_HEADS)
 
 
 def test_what_is_named_twice_is_served_once() -> None:

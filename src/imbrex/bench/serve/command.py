@@ -438,8 +438,9 @@ FACTS = ("model", "W", "dtype", "weights")
 """The settings that are alike in all rows of a run."""
 HEADS = ("", "users", "in", "drafts", "tokens a step", "interval", "tokens/s a rank", "tokens/s a user")
 HEADS += ("gap p50, p99 ms", "step ms")
-HOST_HEADS = ("", "users", "in", "drafts", "interval", *HostTime.NAMES, "its own", "launches")
-ABOUT_HOST = "The host, us a step (agree: until the slowest rank is there); its own: without model and wait"
+HOST_HEADS = ("", "users", "in", "drafts", "interval", *HostTime.NAMES, "its own", "launches", "no step, %")
+ABOUT_HOST = "The host, us a step (agree: until the slowest rank is there); its own: without model and wait; "
+ABOUT_HOST += "no step: the share of a GPU's time in which none ran"
 
 TOO_SHORT = "-: too few tokens while every user is served; give more --rounds or a longer --output"
 ABOUT_LEVERS = "The same load without a lever; host: its own work, without agree"
@@ -465,7 +466,8 @@ def _host_cells(row: dict[str, Any]) -> list[str]:
     words = [row["impl"], *(str(case[name]) for name in ("users", "input"))]
     words += [_drafts(case), str(case["interval"])]
     words += [f"{us:.0f}" for us in (*host.values(), levers.own_us(row))]
-    return [*words, f"{row['launches']:.1f}"]
+    idle = f"{100 * row['no_step_share']:.2f}" if "no_step_share" in row else "-"
+    return [*words, f"{row['launches']:.1f}", idle]
 
 
 def _drafts(case: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from imbrex.bench.serve.device import DeviceTime
 from imbrex.serve.engine import Engine, HostTime
 from imbrex.serve.request import Answer, Request
 
@@ -122,13 +123,15 @@ def serve(
     text: Tensor | None = None,
     begun: Callable[[int], object] = lambda step: None,
 ) -> dict[str, Any]:
-    """One point of the curve, the same on every rank. group: of the hosts. text: what prompts are cut from,
-    where not random. begun: called with the number of every step before it.
+    """One point of the curve, the same on every rank but for times of its host and device. group: of the
+    hosts. text: what prompts are cut from, where not random. begun: called with the number of every step
+    before it.
 
     Seconds are of clocks that processes of one host share."""
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     users = Users(engine, load, rank=rank, ranks=ranks, text=text)
     engine.host = HostTime()
+    device = DeviceTime(engine) if engine.device.type == "cuda" else None
     users.begin()
     began = engine.clock()
     begun(0)
@@ -153,7 +156,7 @@ def serve(
         "step_ms": 1e3 * took / host.steps,
         "host_us": {name: round(1e6 * s / host.steps, 1) for name, s in host.seconds.items()},
         "launches": round(host.launches / host.steps, 2),
-    }
+    } | ({} if device is None else device.figures())
 
 
 def _gathered(own: Any, group: dist.ProcessGroup | None) -> list[Any]:
