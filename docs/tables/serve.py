@@ -72,6 +72,7 @@ def loops() -> Table:
     newest = {(r["impl"], *r["case"].items()): r for r in sorted(read("serve_loops"), key=lambda r: r["run"])}
     rows = list(newest.values())
     head = ["tokens in, out", "users", "way", "tokens/s a GPU", "tokens/s a user", "ms a token, median, p99"]
+    head += ["no step ran, %"] * any("no_step_share" in row for row in rows)
     body, used = [], []
     loads = (row["case"] for row in select(rows, impl="auto"))
     for case in sorted(loads, key=lambda case: (case["input"], case["users"])):
@@ -80,7 +81,8 @@ def loops() -> Table:
                 gaps = f"{row['gap_ms']['p50']:.1f}, {row['gap_ms']['p99']:.1f}"
                 rates = [f"{row['tokens_per_s_gpu']:.0f}", f"{row['tokens_per_s_user']:.0f}"]
                 load = [f"{case['input']}, {case['output']}", case["users"]]
-                body.append([*load, LOOPS[way], *rates, gaps])
+                idle = [f"{100 * row['no_step_share']:.1f}" if "no_step_share" in row else ""]
+                body.append([*load, LOOPS[way], *rates, gaps, *idle][: len(head)])
                 used.append(row)
     return Table(head=head, body=body, rows=used)
 

@@ -113,6 +113,19 @@ def test_a_rival_of_serving_is_beside_ours_of_its_own_run(monkeypatch: pytest.Mo
     assert [line["over the best rival"] for line in lines] == ["2.00", "2.00"], "8 over 4, not over 2"
 
 
+def test_loops_of_serving_say_when_no_step_ran_where_it_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loop(run: int, impl: str, **more: float) -> dict[str, Any]:
+        case = {"input": 8, "output": 4, "users": 2}
+        figures = {"tokens_per_s_gpu": 1.0, "tokens_per_s_user": 1.0, "gap_ms": {"p50": 1.0, "p99": 1.0}}
+        return {"run": run, "impl": impl, "case": case} | figures | more
+
+    older = [loop(0, "auto"), loop(0, "alone")]
+    monkeypatch.setattr(serving, "read", lambda name: older)
+    assert serving.loops().head[-1] == "ms a token, median, p99"
+    monkeypatch.setattr(serving, "read", lambda name: [*older, loop(1, "auto", no_step_share=0.0123)])
+    assert [line["no step ran, %"] for line in lines_of(serving.loops())] == ["1.2", ""]
+
+
 def test_what_serving_can_reach_is_of_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = (
         serving_step(0, "nvlink", 4e3),
