@@ -168,6 +168,14 @@ DOORS = [
         ("ranks/test_compile.py::test_ranks_wait_for_one_that_compiles",),
     ),
     Fault(
+        "failed-and-waited-for",
+        "runtime/deadlines.py",
+        "streams wait out the time-out for a rank whose program has ended with an exception",
+        "if asks and seconds > ASK_S and who_failed(wait.group):",
+        "if False:",
+        ("unit/test_deadlines.py::test_nobody_waits_for_a_rank_whose_program_has_failed",),
+    ),
+    Fault(
         "compiles-though-dead",
         "runtime/compiling.py",
         "a rank that dies while it compiles is waited for for half an hour",

@@ -186,7 +186,7 @@ PROTOCOL = [
         name="a-wait-of-a-stream-without-an-end",
         file="runtime/deadlines.py",
         what="a collective over NCCL that does not come is waited for till torch ends the process",
-        old="return front if now - self._since > front.seconds else None",
+        old="return front, now - self._since",
         new="return None",
         tests=("unit/test_deadlines.py::test_a_wait_that_does_not_end_is_aborted_and_named",),
     ),

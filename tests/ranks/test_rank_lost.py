@@ -230,6 +230,8 @@ def end_or_wait_elsewhere(ranks: Ranks, how: str) -> str:
             exchange.check_in(torch.ones(2, 4))
         except imbrex.RankLostError as error:
             if how != "elsewhere":
+                failed = "the program of rank 1 has ended with ValueError: no" if how == "raises" else ""
+                assert roll.who_failed(ranks.group) == failed
                 raise
             return str(error)
     return ""

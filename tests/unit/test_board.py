@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from imbrex.runtime.waits import RankLostError
+from imbrex.transport import board as board_module
 from imbrex.transport.board import Board
 
 
@@ -46,6 +47,17 @@ def test_a_rank_that_does_not_come_is_named(file: Path) -> None:
             with pytest.raises(RankLostError, match=r"ranks \[1\] did not come to call 1 .* within 0.3 s"):
                 answer.result()
     assert 0.3 <= time.monotonic() - begin < 15.0
+
+
+def test_nobody_waits_for_a_rank_whose_program_has_failed(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board_module, "ASK_S", 0.05)
+    why = "the program of rank 1 has ended with ValueError: no such batch"
+    said = iter(["", why])
+    board = Board(file, 0, 2, 60.0, lambda: next(said))
+    with pytest.raises(RankLostError, match=rf"ranks \[1\] did not come to call 1 of the exchange: {why}; "):
+        board.tell(7)
 
 
 def test_the_largest_word(file: Path) -> None:

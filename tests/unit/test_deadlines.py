@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import HashStore
 
 from imbrex.runtime import deadlines, waits
 
@@ -66,11 +67,14 @@ class Group:
     """Peers that come to no collective from number `silent_from` on, until they are given up."""
 
     def __init__(self, silent_from: int = 1000) -> None:
-        self.calls, self.silent_from = 0, silent_from
+        self.calls, self.silent_from, self.store = 0, silent_from, HashStore()
         self.aborted = threading.Event()
 
     def size(self) -> int:
         return 2
+
+    def get_group_store(self) -> HashStore:
+        return self.store
 
     def abort(self) -> None:
         self.aborted.set()
@@ -105,9 +109,9 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "deadlines", deadlines.Deadlines())
 
 
-def call(group: Any, what: str = "dispatch") -> None:
-    work = waits.start(what, group.begin, TIMEOUT_S, group)
-    waits.finish(what, work, TIMEOUT_S, on_host=False, group=group)
+def call(group: Any, what: str = "dispatch", timeout_s: float = TIMEOUT_S) -> None:
+    work = waits.start(what, group.begin, timeout_s, group)
+    waits.finish(what, work, timeout_s, on_host=False, group=group)
 
 
 def test_a_wait_that_does_not_end_is_aborted_and_named() -> None:
@@ -127,6 +131,23 @@ def test_a_wait_that_does_not_end_is_aborted_and_named() -> None:
     waits.refuse_lost(other)  # pyright: ignore
     call(other)
     assert not other.aborted.is_set()
+
+
+def test_nobody_waits_for_a_rank_whose_program_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Live and in replays, though the time-out is far."""
+    monkeypatch.setattr(deadlines, "ASK_S", TIMEOUT_S / 4)
+    live, replayed = Group(silent_from=0), Group()
+    call(replayed, timeout_s=60.0)
+    replay = capture(replayed, monkeypatch, timeout_s=60.0)
+    replayed.silent_from = 0
+    why = "the program of rank 1 has ended with ValueError: no such batch"
+    for group, wait in ((live, lambda: call(live, timeout_s=60.0)), (replayed, replay)):
+        wait()
+        assert not group.aborted.wait(2 * TIMEOUT_S)
+        group.store.set("imbrex/failed", why)
+        assert group.aborted.wait(20 * TIMEOUT_S)
+        with pytest.raises(waits.RankLostError, match=f"^rank 0 lost its peers in [a-z]+ .*: {why}$"):
+            waits.refuse_lost(group)  # pyright: ignore
 
 
 def test_a_rank_that_compiles_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,12 +180,14 @@ def test_a_stream_that_is_busy_before_the_wait_loses_nobody() -> None:
     waits.refuse_lost(group)  # pyright: ignore
 
 
-def capture(group: Group, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def capture(
+    group: Group, monkeypatch: pytest.MonkeyPatch, timeout_s: float = TIMEOUT_S
+) -> Callable[[], None]:
     """A replay of one call."""
     captured: list[Callable[[], object]] = []
     monkeypatch.setattr(Stream, "captured", captured)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
-    call(group, "combine")
+    call(group, "combine", timeout_s)
     monkeypatch.setattr(Stream, "captured", None)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
 

@@ -6,8 +6,9 @@ own watchdog ends the process, after minutes. Here a stream writes its progress 
 a thread reads it:
 
     stream   writes 2n - 1 | waits for the n-th collective | writes 2n
-    thread   has read 2n - 1 for the whole time-out: notes that the group is lost, aborts its communicator,
-             and so lets the stream and a host that waits for it go on, over rows that have not come
+    thread   has read 2n - 1 for the whole time-out, or for a second while the program of a rank has ended
+             with an exception: notes that the group is lost, aborts its communicator, and so lets the stream
+             and a host that waits for it go on, over rows that have not come
     host     is told by the next thing that it does with the group: `refuse_lost`
 
 - The time before a stream reaches a wait does not count: a host that runs ahead loses no peer.
@@ -31,6 +32,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from imbrex.runtime.compiling import who_compiles
+from imbrex.runtime.roll import ASK_S, who_failed
 from imbrex.runtime.streams import ReplayCounters, Word
 
 LONGEST_TICK_S = 0.5
@@ -55,9 +57,9 @@ class Watched:
         self.word, self.waits, self.count = word, deque[Wait](), 0
         self._standing, self._since = 0, 0.0
 
-    def late(self, now: float) -> Wait | None:
-        """The wait in which the stream has been for longer than its time-out, or `None`. Waits that have
-        ended are forgotten."""
+    def standing(self, now: float) -> tuple[Wait, float] | None:
+        """The wait in which the stream is, and the seconds for which it has been seen there, or `None`. Waits
+        that have ended are forgotten."""
         reached = self.word.value
         while self.waits and 2 * self.waits[0].number <= reached:
             self.waits.popleft()
@@ -66,7 +68,7 @@ class Watched:
         front = self.waits[0]
         if self._standing != front.number:
             self._standing, self._since = front.number, now
-        return front if now - self._since > front.seconds else None
+        return front, now - self._since
 
     def wait_again(self) -> None:
         """Wait for as long once more."""
@@ -81,14 +83,14 @@ class Replayed:
         self.group = weakref.ref(wait.group)
         self._standing, self._since = 0, 0.0
 
-    def late(self, now: float) -> Wait | None:
-        """The wait, if a replay has been in it for longer than its time-out."""
+    def standing(self, now: float) -> tuple[Wait, float] | None:
+        """The wait, if a replay is in it, and the seconds for which it has been seen there."""
         number, group = self.tallies[self.index], self.group()
         if self._standing != number:
             self._standing, self._since = number, now
-        if group is None or number % 2 == 0 or now - self._since <= self.seconds:
+        if group is None or number % 2 == 0:
             return None
-        return Wait(number, group, self.seconds, self.error)
+        return Wait(number, group, self.seconds, self.error), now - self._since
 
     def wait_again(self) -> None:
         """Wait for as long once more."""
@@ -106,7 +108,7 @@ class Deadlines:
         self.lost: weakref.WeakKeyDictionary[Any, Exception] = weakref.WeakKeyDictionary()
         self._work = threading.Event()
         self._thread: threading.Thread | None = None
-        self._tick, self._blind = LONGEST_TICK_S, False
+        self._tick, self._blind, self._question_s = LONGEST_TICK_S, False, 0.0
 
     def bound(
         self, wait: Callable[[], object], group: Any, seconds: float, error: Callable[[], Exception]
@@ -180,14 +182,21 @@ class Deadlines:
                 time.sleep(self._tick)
 
     def _pending(self) -> bool:
+        now = time.monotonic()
+        asks = now > self._question_s + ASK_S
+        if asks:
+            self._question_s = now
         for record in (*self._streams.values(), *self._replayed):
-            late = record.late(time.monotonic())
-            if late is None:
+            wait, seconds = record.standing(time.monotonic()) or (None, 0.0)
+            if wait is None:
                 continue
-            if who_compiles():
-                record.wait_again()
-            else:
-                self._give_up(late)
+            if asks and seconds > ASK_S and who_failed(wait.group):
+                self._give_up(wait)
+            elif seconds > wait.seconds:
+                if who_compiles():
+                    record.wait_again()
+                else:
+                    self._give_up(wait)
         self._forget(None)
         return bool(self._replayed) or any(watched.waits for watched in list(self._streams.values()))
 

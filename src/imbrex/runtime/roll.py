@@ -22,6 +22,9 @@ UNEVEN = (
     "drop_last=True or imbrex.parallel.batches.even, or evaluate inside its in_step(model)"
 )
 WELL = "without an exception"
+ASK_S = 1.0
+"""Seconds after which one who waits asks `who_failed`, and between two such questions."""
+_FAILED = "imbrex/failed"
 _COMPILES = "compiles: raise the time-out (IMBREX_TIMEOUT_S), or compile on every rank"
 _DIED = "compiled when it was last heard of"
 _told: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -109,10 +112,25 @@ def tell_end() -> None:
     """Write down, as Python ends, how this rank's program does: for the groups that something still refers
     to, destroyed or not."""
     tell_no_more()
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    error: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     how = WELL if error is None else f"with {type(error).__name__}: {error}".splitlines()[0][:240]
     for group, rank in list(_told.items()):
         try:
-            group.get_group_store().set(_end_of(rank), how)
+            store: Any = group.get_group_store()  # pyright: ignore[reportAttributeAccessIssue]
+            store.set(_end_of(rank), how)
+            if error is not None:
+                store.set(_FAILED, f"the program of rank {rank} has ended {how}")
         except (RuntimeError, ValueError):
             continue  # the store has gone
+
+
+def who_failed(group: dist.ProcessGroup | None) -> str:
+    """Words on a rank of the group whose program has ended with an exception, so that nobody needs to wait
+    for it; empty if there is none."""
+    if group is None:
+        return ""
+    try:
+        store: Any = group.get_group_store()  # pyright: ignore[reportAttributeAccessIssue]
+        return store.get(_FAILED).decode() if store.check([_FAILED]) else ""
+    except (RuntimeError, ValueError):
+        return ""  # the store has gone

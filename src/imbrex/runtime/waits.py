@@ -22,7 +22,7 @@ import torch.distributed.nn.functional
 
 from imbrex.runtime.compiling import tell_running, who_compiles
 from imbrex.runtime.deadlines import deadlines
-from imbrex.runtime.roll import call_roll, tell_end
+from imbrex.runtime.roll import call_roll, tell_end, who_failed
 
 __all__ = ["all_gather_single", "finish", "run", "start"]
 """The names for adapters."""
@@ -95,9 +95,9 @@ def finish(
     on_host: bool,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Wait for a collective, at most `timeout_s`. On a GPU only the stream waits. If it waits for longer, the
-    group is aborted, and `refuse_lost` raises from then on; see `deadlines`. The same holds for every
-    replay of a captured wait."""
+    """Wait for a collective, at most `timeout_s`. On a GPU only the stream waits. If it waits for longer, or
+    for a rank whose program has failed, the group is aborted, and `refuse_lost` raises from then on; see
+    `deadlines`. The same holds for every replay of a captured wait."""
     try:
         if work is None:
             return
@@ -225,6 +225,8 @@ def _lost(
 
 
 def _silent(where: str, what: str, timeout_s: float, group: dist.ProcessGroup | None) -> RankLostError:
+    if failed := who_failed(group):
+        return _of_loss(where, failed)
     roll = call_roll(group, what, where, timeout_s)
     return _of_loss(where, f"a rank was silent for {timeout_s:g} s{roll}")
 

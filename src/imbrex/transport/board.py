@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from imbrex.runtime.compiling import tell_running
+from imbrex.runtime.roll import ASK_S
 from imbrex.runtime.waits import Deadline, RankLostError
 
 CHECK_S = 0.01
@@ -30,11 +31,20 @@ BITS = 32
 class Board:
     """Two words and two notes for every rank, used in turn, so that a rank may be one call ahead.
 
-    path: of a file that every rank can map, made by rank 0 before the others open it.
+    path: of a file that every rank can map, made by rank 0 before the others open it. failed: words on a rank
+        whose program has failed, if there is one.
     """
 
-    def __init__(self, path: Path, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        path: Path,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        failed: Callable[[], str] = str,
+    ) -> None:
         self.rank, self.world_size, self.timeout_s, self.calls = rank, world_size, timeout_s, 0
+        self.failed = failed
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), 4 * 8 * world_size)
         self._words = memoryview(self._memory).cast("q")
@@ -79,7 +89,7 @@ class Board:
 
     def _wait(self, at: int, first: int, check: Callable[[], None] | None) -> list[int]:
         """Wait until no word at `at` is below `first`, and return words and notes."""
-        start = last_check = time.monotonic()
+        start = last_check = last_question = time.monotonic()
         deadline = Deadline(self.timeout_s)
         here = self._words[at : at + 2 * self.world_size]
         while True:
@@ -92,14 +102,18 @@ class Board:
             if check is not None and now - last_check > CHECK_S:
                 check()
                 last_check = now
+            if now > last_question + ASK_S:
+                last_question = now
+                if why := self.failed():
+                    self._give_up(words, first, f": {why}")
             if now > deadline.until and not deadline.moves():
-                self._give_up(words, first)
+                self._give_up(words, first, f" within {self.timeout_s} s")
 
-    def _give_up(self, words: Sequence[int], first: int) -> NoReturn:
+    def _give_up(self, words: Sequence[int], first: int, why: str) -> NoReturn:
         ranks = self.world_size
         late = [rank for rank in range(ranks) if words[rank] < first]
         last = [max(self._words[rank], self._words[2 * ranks + rank]) >> BITS for rank in late]
         raise RankLostError(
-            f"dispatch: ranks {late} did not come to call {self.calls} of the exchange within "
-            f"{self.timeout_s} s; their last was {last}"
+            f"dispatch: ranks {late} did not come to call {self.calls} of the exchange{why}; their last was "
+            f"{last}"
         )

@@ -20,6 +20,7 @@ import weakref
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -35,6 +36,7 @@ from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.kernels.exchange.variants import shipped_variants
 from imbrex.kernels.heap import Heap, SymmetricHeap
 from imbrex.runtime import waits
+from imbrex.runtime.roll import who_failed
 from imbrex.runtime.streams import OrderedStream
 from imbrex.runtime.words import words
 from imbrex.transport.board import Board
@@ -286,7 +288,8 @@ class Nvlink(Collective):
         self.least_sms = int(answers_W2[:, 1].min())
         path = Board.make_file(name, self.world_size) if self.rank == 0 else Board.path_of(name)
         self.exchange_counts(words(0))
-        board = Board(path, self.rank, self.world_size, self.timeout_s)
+        failed = partial(who_failed, self.group)
+        board = Board(path, self.rank, self.world_size, self.timeout_s, failed)
         self.exchange_counts(words(0))
         if self.rank == 0:
             path.unlink()
