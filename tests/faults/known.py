@@ -477,6 +477,14 @@ CHECKPOINTS = [
 
 GRADIENTS = [
     Fault(
+        "compilers-are-asked-for-nan",
+        "runtime/gradients.py",
+        "a compiled layer of one rank asks autograd what no compiler traces: no graph, or one that breaks",
+        "    if torch.compiler.is_compiling():  # which cannot trace what is asked below",
+        "    if False:",
+        ("unit/test_alone_dispatcher.py::test_a_layer_that_nobody_differentiates_is_one_operator[True-5]",),
+    ),
+    Fault(
         "other-parameters-summed",
         "parallel/buckets.py",
         "ranks sum gradients of other parameters than each other, or wait for each other",

@@ -36,8 +36,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(
         AloneDispatcher,
-        "serves",
-        lambda self, x_TD, routing: x_TD.dtype == torch.bfloat16 and self.why_not_geometry is None,
+        "fits",
+        lambda self, x_TD: x_TD.dtype == torch.bfloat16 and self.why_not_geometry is None,
     )
 
 

@@ -97,14 +97,16 @@ class AloneDispatcher(DispatcherBase):
         )
 
     def for_call(self, x_TD: Tensor, routing: Routing) -> Dispatcher:
-        return self if self.serves(x_TD, routing) else self.general
+        return self if self.serves(x_TD) else self.general
 
-    def serves(self, x_TD: Tensor, routing: Routing) -> bool:
-        """Whether the kernels can serve this call; not where autograd looks for NaN, since dropped choices
-        leave rows that nobody writes."""
+    def serves(self, x_TD: Tensor) -> bool:
+        """Whether the kernels can serve a call of these tokens; not where autograd looks for NaN, since
+        dropped choices leave rows that nobody writes."""
+        return self.fits(x_TD) and not looks_for_nan()
+
+    def fits(self, x_TD: Tensor) -> bool:
+        """Whether there are kernels for these tokens on their device."""
         if self.why_not_geometry is not None or not x_TD.is_cuda or x_TD.dtype != DTYPE or not plain(x_TD):
-            return False
-        if looks_for_nan():
             return False
         return why_not_ordered(self.geometry.placement.num_experts, x_TD.get_device()) is None
 
@@ -113,7 +115,7 @@ class AloneDispatcher(DispatcherBase):
     ) -> Tensor | None:
         """Run the layer as one operator (`layer_alone`) while a call without gradients is compiled. `None`
         otherwise: the caller then runs the single steps."""
-        if not torch.compiler.is_compiling() or torch.is_grad_enabled() or not self.serves(x_TD, routing):
+        if not torch.compiler.is_compiling() or torch.is_grad_enabled() or not self.serves(x_TD):
             return None
         own = weights_of_kernels(experts)
         if own is None or self.observer.enabled or any(weight.dtype != x_TD.dtype for weight in own[:2]):

@@ -51,5 +51,7 @@ def hooks_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 def looks_for_nan() -> bool:
     """Whether autograd raises where a function returns NaN, as `torch.autograd.set_detect_anomaly` asks: rows
-    that nobody writes must not be there then."""
+    that nobody writes must not be there then. Not in a compiled graph: its backward is one function."""
+    if torch.compiler.is_compiling():  # which cannot trace what is asked below
+        return False
     return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
