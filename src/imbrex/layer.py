@@ -27,7 +27,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from imbrex import guards, overlap
 from imbrex.balancer import OnlineBalancer
-from imbrex.contracts import Backend, Codec, Output, Placement, Routing, RowForm, Split, Strategy, Wire
+from imbrex.contracts import (
+    Backend,
+    Codec,
+    Heralding,
+    Output,
+    Placement,
+    Routing,
+    RowForm,
+    Split,
+    Strategy,
+    Wire,
+)
 from imbrex.exchange import plan
 from imbrex.exchange.agreement import DTYPES, agree, raise_in_data_group
 from imbrex.exchange.autograd import check_in_op
@@ -405,7 +416,10 @@ class MoELayer(nn.Module):
         problem = None
         try:
             if wrong or together:
-                self.exchange.check_in(x, kept_TK=kept_TK, alone=not together)
+                herald = None
+                if not together and isinstance(self.strategy, Heralding):
+                    herald = self.strategy.herald(self.exchange)
+                self.exchange.check_in(x, kept_TK=kept_TK, herald=herald)
         except ValueError as error:
             if not together:
                 raise

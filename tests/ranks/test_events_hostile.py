@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 
 import imbrex
-from imbrex.overlap import Events
+from imbrex.overlap import Events, Serial
 from imbrex.overlap.events.forward import Forward
 from imbrex.overlap.events.ledger import Kind
 from imbrex.router.capacity import Capacity
 from imbrex.transport import RankLostError
+from tests.emulated import kernel
+from tests.ranks.emulated_nvlink import EmulatedNvlink
 from tests.ranks.layer_jobs import Case, make_layer
 from tests.ranks.pool import Pool, Ranks
 from tests.ranks.test_layer import SMALL, SPLIT_SLOTS
@@ -121,6 +123,48 @@ def run_twice_back(ranks: Ranks) -> str:
 def test_a_call_goes_backward_once(pool: Pool) -> None:
     for said in pool.run(4, run_twice_back):
         assert said == "a layer that runs by events goes backward once; run its forward again"
+
+
+def run_swapped(ranks: Ranks, schedules: list[Any], over_nvlink: bool) -> list[str]:
+    """The errors of a layer's calls by one schedule after the other, where rank 1's input of the third is
+    wrong."""
+    over = EmulatedNvlink(ranks.group, timeout=SOON_S) if over_nvlink else "alltoall"
+    config = replace(SMALL, hidden_size=64) if over_nvlink else SMALL
+    options = {"transport": over, "timeout": SOON_S, "schedule": schedules[0]}
+    case = Case(config=config, options=options, dtype=torch.bfloat16 if over_nvlink else torch.float32)
+    layer, said = make_layer(case, ranks.group), []
+    for turn, schedule in enumerate(schedules):
+        layer.strategy = schedule
+        width = config.hidden_size - (turn == 2 and ranks.rank == 1)
+        try:
+            with torch.no_grad():
+                layer(torch.randn(5, width, dtype=case.dtype))
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("schedules", "over_nvlink"),
+    [
+        ([Events(20.0, 1), Serial(), Serial(), Serial()], False),
+        ([Events(20.0, 1), Events(20.0, 2), Events(20.0, 1), Events(20.0, 2)], False),
+        pytest.param(
+            [Events(20.0, 1), Events(), Events(), Serial()],
+            True,
+            marks=pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++"),
+        ),
+    ],
+)
+def test_a_schedule_that_was_replaced_tells_nobody(
+    pool: Pool, schedules: list[Any], over_nvlink: bool
+) -> None:
+    """A wrong input is told as the ranks' present schedule hears it."""
+    for first, second, wrong, after in pool.run(4, run_swapped, schedules, over_nvlink):
+        assert first == second == after == ""
+        assert wrong.startswith("dispatch: ")
+        assert "rank 1" in wrong
 
 
 def run_refused(ranks: Ranks, gate: Any, slots: Any) -> str:

@@ -109,7 +109,7 @@ def run_bad_chunks(ranks: Ranks, degree: int, slots: Any) -> dict[str, str]:
     x_TD, routing = good_input()
     alone = ranks.rank == 1
     bad = torch.zeros(3, D + 1)
-    answers["alone"] = tries(lambda: exchange.check_in(bad, alone=True) if alone else run(x_TD, routing))
+    answers["alone"] = tries(lambda: exchange.check_in(bad) if alone else run(x_TD, routing))
     run(*good_input())
     return answers
 

@@ -15,7 +15,7 @@ from imbrex.contracts.crossings import (
     Transport,
     Wire,
 )
-from imbrex.contracts.layers import Dispatcher, Experts, Fusing, Listener, RowExchange, Strategy
+from imbrex.contracts.layers import Dispatcher, Experts, Fusing, Heralding, Listener, RowExchange, Strategy
 from imbrex.contracts.values import (
     VERSION,
     Dispatched,
@@ -45,6 +45,7 @@ __all__ = [
     "Fusing",
     "Geometry",
     "Handle",
+    "Heralding",
     "Listener",
     "Output",
     "Pending",

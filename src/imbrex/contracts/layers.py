@@ -229,11 +229,7 @@ class Fusing(Dispatcher, Protocol):
 
 
 class RowExchange(Protocol):
-    """An exchange as a strategy sees it; see `imbrex.Exchange`.
-
-    herald: tells all ranks that an input cannot be dispatched, and raises. A strategy whose ranks do not meet
-        in the exchange of counts sets it.
-    """
+    """An exchange as a strategy sees it; see `imbrex.Exchange`."""
 
     group: dist.ProcessGroup | None
     world_size: int
@@ -242,7 +238,6 @@ class RowExchange(Protocol):
     geometry: Geometry
     wire: Wire
     layer: int
-    herald: Callable[[Tensor, Routing], None] | None
 
     @property
     def observer(self) -> Listener: ...
@@ -285,4 +280,14 @@ class Strategy(Protocol):
         addend: Callable[[], Tensor] | None,
     ) -> Output:
         """Dispatch, compute, combine. addend: computes what is added to the outputs, [T, D], or `None`."""
+        ...
+
+
+@runtime_checkable
+class Heralding(Strategy, Protocol):
+    """A strategy whose ranks do not meet in the exchange of counts."""
+
+    def herald(self, exchange: RowExchange) -> Callable[[Tensor, Routing], None] | None:
+        """A function that tells all ranks that an input cannot be dispatched, and raises; `None` while ranks
+        meet all the same."""
         ...

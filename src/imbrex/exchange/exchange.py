@@ -123,7 +123,6 @@ class Exchange:
         except ValueError as error:
             problem = error
         self._agree(layer, problem)
-        self.herald: Callable[[Tensor, Routing], None] | None = None
         if self.world_size == 1 and automatic:
             alone = AloneDispatcher(self.geometry, self.dispatcher, observer, layer)
             self.dispatcher = alone
@@ -209,14 +208,20 @@ class Exchange:
         self._missed_for_dtype = False  # another dispatcher would not know of it
         self.dispatcher.count_into(tally_WS)
 
-    def check_in(self, x: Tensor, *, kept_TK: Tensor | None = None, alone: bool = False) -> None:
+    def check_in(
+        self,
+        x: Tensor,
+        *,
+        kept_TK: Tensor | None = None,
+        herald: Callable[[Tensor, Routing], None] | None = None,
+    ) -> None:
         """Tell the other ranks whether tokens [..., D] can be dispatched; raise ValueError on every rank if
         one rank's cannot. For callers that communicate between having tokens and dispatching them.
 
-        kept_TK: a mask, which must be bool and have one entry for each choice. alone: this rank calls by
-            itself, because its input is wrong; the others hear of it in their `dispatch` or schedule.
+        kept_TK: a mask, which must be bool and have one entry for each choice. herald: a strategy's way to
+            tell the others, whose ranks do not meet in the exchange of counts (`contracts.Heralding`).
         """
-        tell = self.herald if alone and self.herald is not None else self.dispatcher.check_in
+        tell = herald or self.dispatcher.check_in
         tell(*autograd.without_choices(x, self.geometry.top_k, kept_TK))
 
     def dispatch(

@@ -106,6 +106,11 @@ class Events:
         clock = ", by the GPU's clock" if exchange.transport.name == "nvlink" else ""
         return f"asked for; up to {self.epsilon} peers may be missing after tau={self.tau}{often}{clock}"
 
+    def herald(self, exchange: RowExchange) -> Callable[[Tensor, Routing], None] | None:
+        """The seat's way to tell all ranks of a wrong input, once their hosts no longer meet."""
+        seat = self._seats.get(exchange)
+        return None if seat is None else partial(seat.check_in, exchange.geometry)
+
     def run(
         self,
         x_TD: Tensor,
@@ -171,8 +176,6 @@ class Events:
             else:
                 seat = Seat(exchange, Patience(self.tau, self.every), self.epsilon, self.budget)
             self._seats[exchange] = seat
-            # Not a cycle through the exchange: connections close with the last reference to it.
-            exchange.herald = partial(seat.check_in, exchange.geometry)
         return seat
 
     def _agree(self, exchange: RowExchange, *, fits: bool = False) -> list[int]:
