@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.faults.fault import Fault
 
 LEVERS = "unit/test_serve_levers.py"
+REPORT = "unit/test_serve_report.py"
 LOADING = "ranks/test_load_memory.py::test_a_rank_reads_and_holds_its_share"
 
 SERVING = [
@@ -88,6 +89,30 @@ SERVING = [
         'graphs = device.type == "cuda" and takes_graphs(model, way)',
         "graphs = takes_graphs(model, way)",
         ("ranks/test_serve.py::test_no_graph_is_a_lever_where_there_are_none",),
+    ),
+    Fault(
+        "two-models-at-once",
+        "bench/serve/command.py",
+        "the model of a way waits for Python's collector beside the next way's",
+        "        gc.collect()  # the models of two ways may not fit a GPU\n",
+        "",
+        (f"{REPORT}::test_a_model_goes_before_that_of_the_next_way_comes",),
+    ),
+    Fault(
+        "served-as-often-as-named",
+        "bench/serve/command.py",
+        "a number that is given twice is served twice, in rows that nothing tells apart",
+        'return list(dict.fromkeys(map(int, text.split(","))))',
+        'return list(map(int, text.split(",")))',
+        (f"{REPORT}::test_what_is_named_twice_is_served_once",),
+    ),
+    Fault(
+        "steps-are-no-time",
+        "bench/serve/device.py",
+        "the share in which no step ran is that in which one did",
+        "round(1 - busy / whole, 4)",
+        "round(busy / whole, 4)",
+        ("unit/test_serve_replay.py::test_the_time_in_which_no_step_runs_is_told",),
     ),
     Fault(
         "loading-all-of-a-stack",
