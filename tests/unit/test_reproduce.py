@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from imbrex.bench.results import write_results
 from imbrex.cli import main
 from imbrex.cli import reproduce as command
 from imbrex.codec import make
@@ -24,9 +23,6 @@ from imbrex.reproduce import (
     Finding,
     Options,
     chart,
-    comet_figure_8,
-    comet_layer,
-    comet_measured,
     find,
     frame,
     hybrid,
@@ -44,13 +40,6 @@ from imbrex.reproduce.stage import Network, RanOn
 from imbrex.reproduce.testbed import TESTBED, Layer, every_layer, schemoe, tutel
 from imbrex.reproduce.training import VARIANTS, DenseLayer, OnDevice
 
-RUN = {
-    "command": "by hand",
-    "commit": "0000000",
-    "date": "2026-11-27",
-    "hardware": {"gpu": "H200", "count": 4},
-    "versions": {},
-}
 FOUND = [
     {"variant": "none", "seed": 0, "held_out_nats": 2.0},
     {"variant": "int8", "seed": 0, "held_out_nats": 2.01},
@@ -297,98 +286,6 @@ def test_the_dense_layer_is_one_expert() -> None:
     assert torch.allclose(layer(x_BSD), wanted, atol=1e-6)
 
 
-def test_comets_memory_beside_ours() -> None:
-    finding = find("comet-table-3", Options())
-    assert [row[2] for row in finding.table] == ["32", "16", "32", "64", "32", "64"]
-    assert len(finding.rows) == 18
-    # Two buffers of own tokens alone: 2 * 2 MiB * 4096 / 2 tokens of 4096 values.
-    mixtral = next(row for row in finding.rows if row["case"] == {"model": "mixtral", "M": 4096, "W": 2})
-    assert 32 < mixtral["mib"] < 200
-    assert "it is 2.0 times at most" in finding.verdict[0]
-
-
-def test_comets_figure_8_without_gpus_is_blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an installed package, where no results are committed."""
-    monkeypatch.setattr(frame, "why_not_hopper", lambda: "no GPU")
-    monkeypatch.setattr(comet_figure_8, "RESULTS", tmp_path)
-    finding = find("comet-figure-8", Options())
-    assert [row[:4] for row in finding.table] == [
-        ("(not said)", "1 x 8", "4096", "18"),
-        ("(not said)", "1 x 8", "16384", "26"),
-        ("(not said)", "2 x 4", "16384", "46"),
-    ]
-    assert {cell for row in finding.table for cell in row[4:]} == {""}
-    assert finding.rows == []
-    assert "Nothing of it was measured" in finding.verdict[-1]
-
-
-def test_comets_figure_8_names_the_best_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {"rows": {-1: 10.0, 4: 30.0, 8: 12.0, 12: 13.0}, "sums": {-1: 20.0, 4: 19.0, 8: 22.0, 12: 25.0}}
-    case = {"model": "mixtral", "M": 4096, "W": 4, "TP": 2}
-    rows = [
-        {"op": op, "impl": comet_figure_8.impl_of(kind, n), "case": case, "median_us": us}
-        for kind, op in comet_figure_8.KINDS.items()
-        for n, us in times[kind].items()
-    ]
-    monkeypatch.setattr(frame, "why_not_hopper", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(comet_figure_8, "measure", lambda model, world, rounds: rows)
-    finding = find("comet-figure-8", Options())
-    assert finding.table[-1] == ("mixtral", "2 x 2", "4096", "", "8", "1.200", "4", "0.950")
-    assert finding.rows == rows
-    assert "1.200 to 1.200 times as long" in finding.verdict[-1]
-
-    write_results(tmp_path / "comet-figure-8.json", finding.question, RUN, rows)
-    monkeypatch.setattr(frame, "why_not_hopper", lambda: "no GPU")
-    monkeypatch.setattr(comet_figure_8, "RESULTS", tmp_path)
-    elsewhere = find("comet-figure-8", Options())
-    assert (elsewhere.table, elsewhere.verdict) == (finding.table, finding.verdict)
-    assert elsewhere.rows == []
-    assert "not this machine, but benchmarks/results/comet-figure-8.json (4 x H200" in elsewhere.differs[0]
-
-
-@pytest.mark.parametrize(("number", "cases"), [(12, 4), (13, 5), (14, 6)])
-def test_comets_layers_without_gpus_are_blank(
-    number: int, cases: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In an installed package, where no results are committed."""
-    monkeypatch.setattr(frame, "why_not_hopper", lambda: "no GPU")
-    monkeypatch.setattr(comet_layer, "RESULTS", tmp_path)
-    finding = find(f"comet-figure-{number}", Options())
-    assert len(finding.table) == 1 + cases
-    assert {cell for row in finding.table[1:] for cell in row[2:]} == {""}
-    assert finding.rows == []
-    assert "Nothing of it was measured" in finding.verdict[-1]
-
-
-def test_comets_layers_over_ways_to_divide_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {"over NCCL": 3000.0, "serial": 2000.0, "fused": 1000.0}
-
-    def measure(cases: list[comet_layer.Case], world: int, rounds: int) -> list[dict[str, Any]]:
-        return [
-            {"op": "forward", "impl": way, "case": comet_layer.describe(case, world), "median_us": us}
-            for case in cases
-            for way, us in times.items()
-        ]
-
-    monkeypatch.setattr(frame, "why_not_hopper", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(comet_layer, "measure", measure)
-    finding = find("comet-figure-12", Options())
-    assert [row[:2] for row in finding.table[1:]] == [("EP 2 x TP 1", "8192"), ("EP 1 x TP 2", "8192")]
-    assert finding.table[1][2:] == ("3.00", "2.00", "1.00", "3.00", "2.00")
-    assert len(finding.rows) == 6
-    assert "3.00 to 3.00 times as fast" in finding.verdict[-1]
-
-    write_results(tmp_path / "comet-figure-12.json", finding.question, RUN, finding.rows)
-    monkeypatch.setattr(frame, "why_not_hopper", lambda: "no GPU")
-    monkeypatch.setattr(comet_layer, "RESULTS", tmp_path)
-    elsewhere = find("comet-figure-12", Options())
-    assert (elsewhere.table, elsewhere.verdict) == (finding.table, finding.verdict)
-    assert elsewhere.rows == []
-    assert "not this machine, but benchmarks/results/comet-figure-12.json (4 x H200" in elsewhere.differs[0]
-
-
 @pytest.mark.parametrize(("name", "dtype"), [("hybrid-ep-bandwidth", "bf16"), ("hybrid-ep-fp8", "fp8")])
 def test_hybrid_eps_sweep_without_gpus_is_the_committed_one(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
@@ -506,56 +403,6 @@ def test_what_is_simulated_says_so(name: str) -> None:
     assert text == find(name, Options()).text()
     with pytest.raises(ValueError, match="is simulated and times nothing"):
         find(name, Options(rounds=2))
-
-
-def layer_row(impl: str, us: float, op: str = "forward") -> dict[str, Any]:
-    return {"op": op, "impl": impl, "case": {"model": "mixtral", "M": 4096}, "median_us": us}
-
-
-def test_comets_layers_are_those_of_a_committed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wire costs serial 4 us and fused 1 of them; the faster layer over NCCL takes twice its experts'
-    time."""
-    times = {
-        "nccl-a2a": 2500.0,
-        "nccl-agrs-bag": 2000.0,
-        "floor": 1000.0,
-        "imbrex-serial": 1600.0,
-        "imbrex-fused": 1250.0,
-        "imbrex-experts-alone": 1200.0,
-        "imbrex-serial-local": 1200.0,
-        "imbrex-fused-local": 1150.0,
-    }
-    rows = [layer_row(impl, us) for impl, us in times.items()] + [layer_row("floor", 9.0, "forward+backward")]
-    hardware = {"count": 2, "gpu": "H200"}
-    run = {"hardware": hardware, "commit": "abc", "date": "2026-11-23"}
-    (tmp_path / "fused.json").write_text(json.dumps({"rows": rows, "runs": [run]}))
-    monkeypatch.setattr(comet_measured, "RESULTS", tmp_path)
-    assert comet_measured.layers(Options()).table[1:] == (
-        ("mixtral", "4096", "2.00", "1.60", "1.25", "1.60", "75%"),
-    )
-    assert comet_measured.breakdown(Options()).table[1:] == (("mixtral", "4096", "50%", "25%", "4%"),)
-    blank = comet_measured.end_to_end(Options())
-    assert len(blank.table) == 1
-    assert blank.differs[0].startswith("Blank")
-
-
-def test_comets_models_of_few_layers_are_not_those_of_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both may be in the file; figure 9 is of whole models, and says how many layers a row has."""
-    times = {("imbrex", 2): 1000.0, ("transformers-ep", 2): 2000.0, ("imbrex", 32): 9000.0}
-    rows = [
-        {"impl": impl, "op": "prefill", "median_us": us}
-        | {"case": {"model": "mixtral-8x7b", "layers": layers, "T": 4096}}
-        for (impl, layers), us in times.items()
-    ]
-    run = {"hardware": {"count": 2, "gpu": "H200"}, "commit": "abc", "date": "2026-11-27"}
-    (tmp_path / "models.json").write_text(json.dumps({"rows": rows, "runs": [run]}))
-    monkeypatch.setattr(comet_measured, "RESULTS", tmp_path)
-    few, whole, mean = comet_measured.end_to_end(Options()).table
-    assert few == ("Mixtral", "2", "8192", "1.00", "2.00", "", "")
-    assert whole == ("Mixtral", "32", "8192", "9.00", "", "", "")
-    assert mean[4] == "50 %"
 
 
 def test_every_table_and_figure_of_the_papers_is_named() -> None:

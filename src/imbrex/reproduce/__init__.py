@@ -26,7 +26,7 @@ TABLES: dict[str, tuple[str, str]] = {
     "comet-figure-8": ("comet_figure_8", "a fused kernel over the blocks that communicate; wants GPUs"),
     "comet-figure-1a": ("comet_measured:breakdown", "what communication takes of a layer; as committed"),
     "comet-figure-9": ("comet_measured:end_to_end", "whole models; as committed"),
-    "comet-layers": ("comet_measured:layers", "figures 10 and 11 on two GPUs; as committed"),
+    "comet-layers": ("comet_measured:layers", "figures 10 and 11 on two and four GPUs; as committed"),
     "comet-figure-12": ("comet_layer:parallelism", "one layer over TP x EP; wants GPUs"),
     "comet-figure-13": ("comet_layer:structures", "one layer over experts and top-k; wants GPUs"),
     "comet-figure-14": ("comet_layer:skewed", "one layer over skew; wants GPUs"),

@@ -1,6 +1,7 @@
-"""Comet's figures 1 a, 9, 10 and 11, as far as two GPUs show them: from results that are committed.
+"""Comet's figures 1 a, 9, 10 and 11, as far as two and four GPUs show them: from results that are committed.
 
-Nothing is timed here: benchmarks/models.py and benchmarks/fused.py have timed it.
+Nothing is timed here: benchmarks/models.py and benchmarks/fused.py have timed it. What is compared is of one
+run, whose ways took turns on one machine.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from imbrex.reproduce import chart
-from imbrex.reproduce.frame import RESULTS, Finding, Options, read_committed
+from imbrex.reproduce.frame import RESULTS, Finding, Options, read_runs, source_of
 
 REDUCED = {"Megatron-Cutlass": 34.1, "Megatron-TE": 42.6, "FasterMoE": 44.4, "Tutel": 31.8}
 """The share of a model's latency that Comet saves, in the mean, by rival, per cent: figure 9's text."""
@@ -26,27 +27,35 @@ ALONE, SERIAL, FUSED = "imbrex-experts-alone", "imbrex-serial", "imbrex-fused"
 RIVALS_OVER_NCCL, FLOOR = ("nccl-a2a", "nccl-agrs-bag"), "floor"
 """NCCL's all-to-all with a row a choice, and AllGather with ReduceScatter in its best form."""
 NCCL = "the faster of both"
+HIDDEN, NOISE = "hidden of the wire", 0.02
 SHARE = 47
 """The share of a forward that communication takes on 8 H800, mean of models, per cent: figure 1 a's text."""
-Cell = tuple[str, int]
-"""A model and its tokens."""
+Times = dict[str, float]
+"""Microseconds by implementation."""
+Cell = tuple[str, str, int]
+"""Machine, model and tokens."""
 
 
-def whole_models(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int, int], dict[str, float]]:
-    """Microseconds of a prefill by implementation, of every model, number of layers and number of tokens that
-    imbrex ran."""
-    cells: dict[tuple[str, int, int], dict[str, float]] = {}
-    for row in rows:
-        case = row["case"]
-        if row["op"] == "prefill" and case["model"] in MODELS:
-            cell = case["model"], case["layers"], case["T"]
-            cells.setdefault(cell, {})[row["impl"]] = row["median_us"]
-    return {cell: of for cell, of in sorted(cells.items()) if "imbrex" in of}
+def whole_models() -> tuple[dict[tuple[str, int, int, int], Times], str]:
+    """A prefill of every model, number of layers and number of tokens, by run, in which imbrex raced a rival;
+    and where they are from."""
+    path, cells, used = RESULTS / "models.json", dict[tuple[str, int, int, int], Times](), []
+    for run, rows in read_runs(path):
+        races: dict[tuple[str, int, int, int], Times] = {}
+        for row in rows:
+            case = row["case"]
+            if row["op"] == "prefill" and case["model"] in MODELS:
+                cell = case["model"], case["layers"], case["T"], run["id"]
+                races.setdefault(cell, {})[row["impl"]] = row["median_us"]
+        races = {cell: of for cell, of in races.items() if "imbrex" in of and of.keys() & set(RIVALS)}
+        used += [run] * bool(races)
+        cells |= races
+    return dict(sorted(cells.items())), source_of(path, used) if used else ""
 
 
-def table_of(rows: Iterable[Mapping[str, Any]], op: str, tokens: str) -> dict[Cell, dict[str, float]]:
-    """Microseconds by implementation, of every model and number of tokens."""
-    cells: dict[Cell, dict[str, float]] = {}
+def table_of(rows: Iterable[Mapping[str, Any]], op: str, tokens: str) -> dict[tuple[str, int], Times]:
+    """Every model and number of tokens of a run."""
+    cells: dict[tuple[str, int], Times] = {}
     for row in rows:
         if row["op"] == op:
             cell = row["case"]["model"], row["case"][tokens]
@@ -56,8 +65,7 @@ def table_of(rows: Iterable[Mapping[str, Any]], op: str, tokens: str) -> dict[Ce
 
 def end_to_end(options: Options) -> Finding:
     """Figure 9, whole models."""
-    rows, source = read_committed(RESULTS / "models.json")
-    cells = whole_models(rows)
+    cells, source = whole_models()
     saved = {rival: _saved(cells, rival) for rival in RIVALS}
     lines = [
         (
@@ -67,7 +75,7 @@ def end_to_end(options: Options) -> Finding:
             _ms(of, "imbrex"),
             *(_ms(of, rival) for rival in RIVALS),
         )
-        for (model, layers, tokens), of in cells.items()
+        for (model, layers, tokens, _), of in cells.items()
     ]
     means = [f"{each:.0f} %" if each is not None else "" for each in saved.values()]
     return Finding(
@@ -81,7 +89,8 @@ def end_to_end(options: Options) -> Finding:
             "Qwen2-MoE-2.7B of 24); here are as many layers as the table says, by transformers, on two "
             "GPUs, and its rivals are not ours: expert parallelism, data parallelism and FSDP2 as "
             "transformers has them. So its configurations of TP are blank.",
-            "Forward only, which the paper times.",
+            "Forward only, which the paper times. Rivals of another run have a line of their own, with what "
+            "imbrex took in that run.",
         ),
         verdict=(
             "The paper's means: " + ", ".join(f"{cent} % over {rival}" for rival, cent in REDUCED.items()),
@@ -98,35 +107,33 @@ def end_to_end(options: Options) -> Finding:
 def breakdown(options: Options) -> Finding:
     """Figure 1 a, what communication takes."""
     cells, source = _layers()
-    lines = [
-        (model, str(tokens), _share(of, NCCL, FLOOR), _share(of, SERIAL, ALONE), _share(of, FUSED, ALONE))
-        for (model, tokens), of in cells.items()
-    ]
+    shares = (NCCL, FLOOR), (SERIAL, ALONE), (FUSED, ALONE)
+    lines = [(*cell[:2], str(cell[2]), *(_share(of, *pair) for pair in shares)) for cell, of in cells.items()]
     return Finding(
         title="Comet, figure 1 a: what communication takes of a forward",
         question="Which share of the time is not experts' work?",
-        head=("layer", "tokens", "over NCCL", "imbrex, serial", "imbrex, fused"),
-        table=(("models, 8 H800, Megatron-LM", "", f"{SHARE} %", "", ""), *lines),
+        head=("GPUs", "layer", "tokens", "over NCCL", "imbrex, serial", "imbrex, fused"),
+        table=(("8 H800", "models, Megatron-LM", "", f"{SHARE} %", "", ""), *lines),
         differs=(
             _origin(source),
-            "The paper's share is of whole models on eight GPUs; ours of one layer without attention on two, "
-            "half of whose rows stay. It counts all that a layer takes beyond the same experts alone, rows "
-            "permuted: routing and staging too.",
+            "The paper's share is of whole models on eight GPUs; ours of one layer without attention on two "
+            "and four, of whose rows a half and a quarter stay. It counts all that a layer takes beyond the "
+            "same experts alone, rows permuted: routing and staging too.",
         ),
         verdict=(
             f"The paper: {SHARE} % in the mean of models.",
             "Ours, of layers: {} over NCCL, {} over NVLink serially, {} fused.".format(
-                *(_span(line[place] for line in lines) for place in (2, 3, 4))
+                *(_span(line[place] for line in lines) for place in (3, 4, 5))
             ),
         ),
         rows=(),
         chart=chart.bars(
             {
-                f"{model} {tokens}": {
+                f"{model} {tokens}, {gpus}": {
                     name: 100 * (1 - of[base] / of[impl])
                     for name, impl, base in (("NCCL", NCCL, FLOOR), ("fused", FUSED, ALONE))
                 }
-                for (model, tokens), of in cells.items()
+                for (gpus, model, tokens), of in cells.items()
             },
             "% of a layer's forward",
         ),
@@ -137,11 +144,11 @@ def layers(options: Options) -> Finding:
     """Figures 10 and 11, one layer over tokens and what is hidden of its moves."""
     cells, source = _layers()
     lines, gains = [], []
-    for (model, tokens), of in cells.items():
+    for (gpus, model, tokens), of in cells.items():
         gains.append(of[NCCL] / of[FUSED])
         lines.append(
             (
-                *(model, str(tokens)),
+                *(gpus, model, str(tokens)),
                 *(_ms(of, name) for name in (NCCL, SERIAL, FUSED)),
                 *(f"{gains[-1]:.2f}", _hidden(of)),
             )
@@ -150,15 +157,15 @@ def layers(options: Options) -> Finding:
     return Finding(
         title="Comet, figures 10 and 11: one layer, measured",
         question="How long does one layer take, and what of its moves is hidden?",
-        head=("model", "M", "NCCL, ms", "serial, ms", "fused, ms", "NCCL / fused", "hidden of the wire"),
-        table=(("Comet, 8 H800", "2048 to 32768", "", "", "", "1.28 to 2.37", "86.5%"), *lines),
+        head=("GPUs", "model", "M", "NCCL, ms", "serial, ms", "fused, ms", "NCCL / fused", HIDDEN),
+        table=(("8 H800", "Comet, mixtral", "2048 to 32768", "", "", "", "1.28 to 2.37", "86.5%"), *lines),
         differs=(
             _origin(source),
-            "The paper has Mixtral's experts on EP 8, and libraries as rivals; here two GPUs, other models "
-            "too, and the faster of NCCL's all-to-all and AllGather with ReduceScatter. M of 2048, 8192 and "
-            "32768 and EP 8 were not measured: comet-figures-10-14 simulates them.",
+            "The paper has Mixtral's experts on EP 8, and libraries as rivals; here two and four GPUs, "
+            "other models too, and the faster of NCCL's all-to-all and AllGather with ReduceScatter. M of "
+            "2048, 8192 and 32768 and EP 8 were not measured: comet-figures-10-14 simulates them.",
             "Hidden of the wire, as the paper counts: rows that stay are compute. Blank where a rank has "
-            "fewer experts than a token wants.",
+            f"fewer experts than a token wants, or the wire costs serial less than {NOISE:.0%}.",
         ),
         verdict=(
             f"Over NCCL {span}; the paper's means over its rivals are 1.28 to 2.37.",
@@ -167,21 +174,30 @@ def layers(options: Options) -> Finding:
         rows=(),
         chart=chart.bars(
             {
-                f"{model} {tokens}": {
+                f"{model} {tokens}, {gpus}": {
                     name: of[impl] / 1e3 for name, impl in (("NCCL", NCCL), ("fused", FUSED))
                 }
-                for (model, tokens), of in cells.items()
+                for (gpus, model, tokens), of in cells.items()
             },
             "ms",
         ),
     )
 
 
-def _layers() -> tuple[dict[Cell, dict[str, float]], str]:
-    rows, source = read_committed(RESULTS / "fused.json")
+def _layers() -> tuple[dict[Cell, Times], str]:
+    """Forwards of every machine, model and number of tokens, of the newest run in which rivals ran beside
+    them; and where they are from."""
+    path, cells, used = RESULTS / "fused.json", dict[Cell, Times](), dict[Cell, Mapping[str, Any]]()
     every = {ALONE, SERIAL, FUSED, FLOOR, *RIVALS_OVER_NCCL}
-    cells = {c: of for c, of in table_of(rows, "forward", "M").items() if every <= of.keys()}
-    return {c: of | {NCCL: min(of[name] for name in RIVALS_OVER_NCCL)} for c, of in cells.items()}, source
+    for run, rows in read_runs(path):
+        had = run["hardware"]
+        gpus = f"{had['count']} {had['gpu'].removeprefix('NVIDIA ').split()[0]}"
+        for (model, tokens), of in table_of(rows, "forward", "M").items():
+            if every <= of.keys():
+                cell = gpus, model, tokens
+                cells[cell] = of | {NCCL: min(of[name] for name in RIVALS_OVER_NCCL)}
+                used[cell] = run
+    return cells, source_of(path, list(used.values())) if used else ""
 
 
 def _origin(source: str) -> str:
@@ -210,7 +226,7 @@ def _span(cells: Iterable[str]) -> str:
 def _hidden(of: Mapping[str, float]) -> str:
     """The share of what the wire costs serially that fused does not take."""
     local, fused_local = of.get(f"{SERIAL}-local"), of.get(f"{FUSED}-local")
-    if local is None or fused_local is None or of[SERIAL] <= local:
+    if local is None or fused_local is None or of[SERIAL] - local < NOISE * of[SERIAL]:
         return ""
     return f"{1 - (of[FUSED] - fused_local) / (of[SERIAL] - local):.0%}"
 

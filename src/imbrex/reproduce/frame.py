@@ -101,6 +101,16 @@ def count_gpus() -> int:
     return world if world > 1 else 0
 
 
+Run = tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]
+"""A run of a benchmark as it is kept, and its rows."""
+
+
+def read_runs(path: Path) -> Sequence[Run]:
+    """The runs of a committed result file; none without a checkout."""
+    content = json.loads(path.read_text()) if path.exists() else {"runs": ()}
+    return [(run, [row for row in content["rows"] if row["run"] == run["id"]]) for run in content["runs"]]
+
+
 def read_committed(path: Path) -> tuple[Sequence[Mapping[str, Any]], str]:
     """The rows of a committed result file, and where they are from; none without a checkout."""
     if not path.exists():

@@ -14,7 +14,7 @@ PAPERS: Sequence[tuple[str, str, str, str]] = (
         COMET,
         "figure 1 a",
         "time breakdown of models on 8 H800",
-        "comet-figure-1a, of one layer on two GPUs; whole models need Megatron-LM's",
+        "comet-figure-1a, of one layer on two and four GPUs; whole models need Megatron-LM's",
     ),
     (COMET, "figures 1 b, 2 to 7", "designs", DRAWN),
     (COMET, "table 1", "symbols", "a notation"),
@@ -35,8 +35,8 @@ PAPERS: Sequence[tuple[str, str, str, str]] = (
         COMET,
         "figures 10 to 14",
         "one layer over tokens, TP x EP, experts, skew, L20s",
-        "10 and 11 on two GPUs: comet-layers; comet-figure-12, -13 and -14 want GPUs; all five simulated: "
-        "comet-figures-10-14",
+        "10 and 11 on two and four GPUs: comet-layers; comet-figure-12, -13 and -14 want GPUs; all five "
+        "simulated: comet-figures-10-14",
     ),
     (
         COMET,
