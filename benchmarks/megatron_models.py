@@ -25,6 +25,7 @@ that it takes nothing from the others. Wants the wheels of megatron-core 0.16.1 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.metadata
 import json
 import os
@@ -161,6 +162,8 @@ def _attempt(tasks: Sequence[Task], plan: Plan) -> Iterator[tuple[int | None, di
     with tempfile.TemporaryDirectory() as folder:
         method = "spawn" if plan.device == "cuda" else "fork"
         work = folder, tasks, plan
+        # A fork that collected a group of this process would wait for threads that it does not have.
+        gc.collect()
         ranks = start_processes(rank_work, work, nprocs=plan.world, join=False, start_method=method)
         assert ranks is not None
         processes: list[Any] = list(ranks.processes)
@@ -176,14 +179,14 @@ def _attempt(tasks: Sequence[Task], plan: Plan) -> Iterator[tuple[int | None, di
 def _answers(
     path: Path, processes: Sequence[Any], plan: Plan
 ) -> Iterator[tuple[int | None, dict[str, Any] | str]]:
-    running, heard, deadline = None, 0, time.monotonic() + plan.start
+    running, heard, seconds, since = None, 0, plan.start, time.monotonic()
     while True:
         ended = not any(process.is_alive() for process in processes)
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         for line in lines[heard:]:
             event = json.loads(line)
             if "begins" in event:
-                running, deadline = event["begins"], time.monotonic() + plan.limit
+                running, seconds, since = event["begins"], plan.limit, time.monotonic()
                 if time.monotonic() > plan.end:
                     return
             elif "fails" in event:
@@ -195,8 +198,8 @@ def _answers(
         heard = len(lines)
         if ended and running is None and heard:
             return
-        if ended or time.monotonic() > deadline:
-            yield running, "ended without a word" if ended else f"no answer within {plan.limit:.0f} s"
+        if ended or time.monotonic() > since + seconds:
+            yield running, "ended without a word" if ended else f"no answer within {seconds:.0f} s"
             return
         time.sleep(0.05)
 

@@ -3,6 +3,7 @@ tiny size, and what becomes of the others when a way fails or hangs."""
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import importlib.util
 import json
@@ -212,6 +213,28 @@ def test_ranks_that_cannot_start_are_one_error(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(megatron_models, "prepare", refuse)
     with pytest.raises(RuntimeError, match=r"Megatron's ranks: rank \d, ImportError at \S+: No module named"):
         list(compete([Task("deepseek-v3", "ddp", "alltoall")], tiny_plan()))
+
+
+def leave_a_group_to_the_collector(folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    ring: list[Any] = [dist.group.WORLD]
+    ring.append(ring)
+    dist.destroy_process_group()
+
+
+def test_ranks_collect_no_group_of_the_process_that_starts_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(megatron_models, "run", stand_in)
+    monkeypatch.setattr(megatron_models, "prepare", lambda world, device: gc.collect())
+    gc.disable()
+    try:
+        leave_a_group_to_the_collector(tmp_path)
+        plan = replace(tiny_plan(start=10.0), around=Plan(world=2).around)
+        ((_, answer),) = compete([Task("deepseek-v3", "ddp", "alltoall")], plan)
+    finally:
+        gc.enable()
+    assert isinstance(answer, dict), answer
 
 
 def test_sharded_ways_come_first_and_those_that_may_be_lost_last() -> None:
