@@ -8,7 +8,6 @@ import statistics
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch

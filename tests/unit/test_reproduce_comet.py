@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from imbrex.bench.results import write_results
 from imbrex.reproduce import Options, comet_figure_8, comet_layer, comet_measured, find, frame
