@@ -69,6 +69,16 @@ PARTS = (
         seconds=140,
         words="--repeats 10 --seconds 120",
     ),
+    Part(
+        name="host_time",
+        results="host_time.json",
+        gpus=(1, 1),
+        seconds=150,
+        words="--gpu 300 16 --repeats 200",
+    ),
+    Part(name="experts", results="experts.json", gpus=(1, 1), seconds=300),
+    Part(name="codecs", results="codecs.json", gpus=(1, 1), seconds=300),
+    Part(name="captured", results="captured.json", gpus=(1, MANY), seconds=300, words="--seconds 200"),
     Part(name="peaks", results="peaks.json", gpus=(1, 2), seconds=120, words="--seconds 100"),
     Part(name="decode", results="decode.json", gpus=(2, 2), seconds=110),
     Part(name="events", results="events.json", gpus=(2, MANY), seconds=130, words="--layer"),
@@ -87,6 +97,15 @@ PARTS = (
         into="--json",
     ),
     Part(name="layer_fp8", results="layer_fp8.json", gpus=(2, MANY), seconds=120),
+    Part(name="schedule_nvlink", results="schedule.json", gpus=(2, MANY), seconds=200),
+    Part(name="placement_gpu", results="placement_gpu.json", gpus=(2, MANY), seconds=200),
+    Part(
+        name="megatron_models",
+        results="megatron_models.json",
+        gpus=(2, 2),
+        seconds=300,
+        words="--repeats 20 --rounds 1 --seconds 180",
+    ),
     Part(name="models", results="models.json", gpus=(2, MANY), seconds=300, words="--seconds 270"),
 )
 

@@ -43,7 +43,9 @@ def main() -> None:
     own.add_argument(
         "--trace", metavar="FILE[:ARRAY[:LAYER]]", help="ids that a model's gate chose; adds its skew"
     )
-    trace = own.parse_args().trace
+    own.add_argument("--out", type=Path, default=RESULTS)
+    options = own.parse_args()
+    trace = options.trace
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     rows: list[dict[str, Any]] = []
@@ -51,7 +53,7 @@ def main() -> None:
         rows += bench.measure(parser.parse_args(words))
         command = f'{COMMAND} ARGS="--trace {Path(trace).name}"' if trace else COMMAND
         run = describe_run(command, bench.ceilings_of(rows))
-        write_results(RESULTS, bench.QUESTION, run, rows)
+        write_results(options.out, bench.QUESTION, run, rows)
 
 
 if __name__ == "__main__":

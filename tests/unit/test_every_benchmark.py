@@ -9,6 +9,27 @@ from pathlib import Path
 import pytest
 from benchmarks import every
 
+NO_GPU = "runs on a CPU"
+OTHERS = {
+    "attention": "prints, and has no result file",
+    "collectives": NO_GPU,
+    "convergence": NO_GPU,
+    "events_layer": "is what events.py --layer runs",
+    "every": "runs them",
+    "exchange_first": "prints, and has no result file",
+    "megatron_program": "is what megatron_models.py runs",
+    "pareto": NO_GPU,
+    "placement": NO_GPU,
+    "placement_online": NO_GPU,
+    "schedule": NO_GPU,
+    "schedule_loss": NO_GPU,
+    "simulate": NO_GPU,
+    "simulate_cores": NO_GPU,
+    "simulate_fit": NO_GPU,
+    "simulate_rows": NO_GPU,
+}
+"""Files of benchmarks/ that `every.py` does not run, and why."""
+
 
 @pytest.mark.parametrize("gpus", [1, 2, 4])
 def test_every_part_is_a_benchmark_that_takes_a_result_file(gpus: int) -> None:
@@ -19,6 +40,13 @@ def test_every_part_is_a_benchmark_that_takes_a_result_file(gpus: int) -> None:
         assert (every.HERE / f"{part.name}.py").exists()
         assert (every.HERE / "results" / part.results).exists()
         assert part.command(Path("out"))[-2:] == [part.into, f"out/{part.results}"]
+        assert f'"{part.into}' in (every.HERE / f"{part.name}.py").read_text()
+
+
+def test_every_benchmark_is_a_part_or_says_why_not() -> None:
+    parts = {part.name for part in every.PARTS}
+    assert parts.isdisjoint(OTHERS)
+    assert parts | OTHERS.keys() == {script.stem for script in every.HERE.glob("*.py")}
 
 
 def test_names_are_those_for_the_gpus() -> None:
