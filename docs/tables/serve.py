@@ -91,32 +91,31 @@ AIM = 1.3
 """How many times the tokens/s of the best rival were to be reached."""
 
 
+PAIRS = {"bf16": ("nvlink", "alone"), "fp8": ("nvlink-fp8-experts", "alone-fp8")}
+"""Experts that are spread, and whole on every rank."""
+
+
 def reach() -> Table:
     """What a step reads by experts that are spread and by data parallelism alone, of one run, and what that
     leaves of the aim; beside it a GPU with half of the experts, of which nothing crosses."""
-    head = [
-        "model",
-        "rows a rank",
-        "tokens before",
-        "GB read, spread",
-        "GB read, alone",
-        "ratio of the floors",
-    ]
-    head += ["ratio of the steps", f"{AIM} wants a step within", "where nothing crosses"]
+    head = ["model", "experts", "rows a rank", "tokens before", "GB read, spread", "GB read, alone"]
+    head += ["ratio of the floors", "ratio of the steps", f"{AIM} wants a step within"]
+    head += ["where nothing crosses"]
     body, used = [], []
     rows = [r for r in read("serve") if _is_plain_step(r)]
-    ours = {(r["run"], _place(r)): r for r in select(rows, impl="nvlink")}
-    alone = {_place(r): r for r in select(rows, impl="alone") if (r["run"], _place(r)) in ours}
-    for rival in sorted(alone.values(), key=_order):
-        own = ours[rival["run"], _place(rival)]
-        (model, tokens, count), taken = _place(own), rival["median_us"]
-        halves = [r for r in _one() if _is_plain_step(r) and r["impl"] == "auto"]
-        half = [r for r in halves if _place(r) == (f"{model}-half", tokens, count)]
-        ratios = rival["read_gb"] / own["read_gb"], taken / own["median_us"], taken / AIM / own["floor_us"]
-        still = f"{taken / half[0]['median_us']:.2f}" if half else ""
-        read_gb = [f"{row['read_gb']:.1f}" for row in (own, rival)]
-        body.append([NAMES[model], count, tokens, *read_gb, *(f"{x:.2f}" for x in ratios), still])
-        used += [own, rival, *half]
+    halves = {_place(r): r for r in _one() if _is_plain_step(r) and r["impl"] == "auto"}
+    for dtype, (spread, whole) in PAIRS.items():
+        ours = {(r["run"], _place(r)): r for r in select(rows, impl=spread)}
+        alone = {_place(r): r for r in select(rows, impl=whole) if (r["run"], _place(r)) in ours}
+        for rival in sorted(alone.values(), key=_order):
+            own = ours[rival["run"], _place(rival)]
+            (model, tokens, count), us = _place(own), rival["median_us"]
+            half = halves.get((f"{model}-half", tokens, count)) if dtype == "bf16" else None
+            ratios = rival["read_gb"] / own["read_gb"], us / own["median_us"], us / AIM / own["floor_us"]
+            still = f"{us / half['median_us']:.2f}" if half else ""
+            figures = [f"{row['read_gb']:.1f}" for row in (own, rival)] + [f"{x:.2f}" for x in ratios]
+            body.append([NAMES[model], dtype, count, tokens, *figures, still])
+            used += [own, rival] + ([half] if half else [])
     return Table(head=head, body=body, rows=used)
 
 

@@ -132,12 +132,15 @@ def test_what_serving_can_reach_is_of_one_run(monkeypatch: pytest.MonkeyPatch) -
         serving_step(0, "alone", 5e3),
         serving_step(1, "nvlink", 2e3),
         serving_step(2, "alone", 1e3),
+        serving_step(2, "nvlink-fp8-experts", 1e3),
+        serving_step(2, "alone-fp8", 2e3),
     )
     half = serving_step(0, "auto", 2e3, model="qwen3-30b-a3b-half")
     monkeypatch.setattr(serving, "read", lambda name: rows if name == "serve" else (half,))
-    (line,) = lines_of(serving.reach())
+    line, fp8 = lines_of(serving.reach())
     names = ("ratio of the floors", "ratio of the steps", "1.3 wants a step within", "where nothing crosses")
     assert [line[name] for name in names] == ["1.25", "1.25", "3.85", "2.50"]
+    assert [fp8[name] for name in ("experts", *names)] == ["fp8", "2.00", "2.00", "1.54", ""]
 
 
 def test_drafts_of_serving_are_beside_none_of_their_own_run(monkeypatch: pytest.MonkeyPatch) -> None:
