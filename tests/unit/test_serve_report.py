@@ -81,6 +81,20 @@ def test_the_time_without_a_step_is_beside_the_hosts() -> None:
     assert len(command._host_cells(on_gpu)) == len(command.HOST_HEADS)
 
 
+def test_answers_of_one_token_are_said_to_decode_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    host = {"host_us": dict.fromkeys(HostTime.NAMES, 1.0), "launches": 1.0, "gap_ms": {}}
+    case = ROWS[0]["case"] | {"model": "demo", "weights": "random", "input": 8}
+    args = argparse.Namespace(
+        output=1, device="cpu", ranks=1, input="8", dtype="float32", train=0, levers=None
+    )
+    for decoded, cell, said in ((0.0, "-", 1), (1.0, "1.00", 0)):
+        served = row("auto", 4, None, 43.3) | host | {"tokens_per_row_step": decoded, "case": case}
+        args.output = 1 if said else 2
+        command.show(args, [served])
+        assert command._cells(served)[4] == cell
+        assert capsys.readouterr().out.count("comes of its prompt's last chunk; no step decodes") == said
+
+
 def test_what_is_named_twice_is_served_once() -> None:
     args = argparse.Namespace(transport="auto,alone,auto", codec="identity", experts="auto", users="2,7,2")
     assert [way.name for way in ways_from_words(args)] == ["auto", "alone"]

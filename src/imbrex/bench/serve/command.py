@@ -419,6 +419,8 @@ def show(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
     console.print(table)
     if any(row["tokens_per_s_gpu"] is None for row in rows):
         console.print(TOO_SHORT, highlight=False)
+    if args.output == 1:
+        console.print(ONE_TOKEN, highlight=False)
     console.print(host)
     if args.levers:
         off = Table(
@@ -442,6 +444,7 @@ HOST_HEADS = ("", "users", "in", "drafts", "interval", *HostTime.NAMES, "its own
 ABOUT_HOST = "The host, us a step (agree: until the slowest rank is there); its own: without model and wait; "
 ABOUT_HOST += "no step: the share of a GPU's time in which none ran"
 
+ONE_TOKEN = "-: the one token of an answer comes of its prompt's last chunk; no step decodes, nothing follows"
 TOO_SHORT = "-: too few tokens while every user is served; give more --rounds or a longer --output"
 ABOUT_LEVERS = "The same load without a lever; host: its own work, without agree"
 
@@ -453,7 +456,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         str(case["users"]),
         str(case["input"]),
         _drafts(case),
-        f"{row['tokens_per_row_step']:.2f}",
+        f"{row['tokens_per_row_step']:.2f}" if row["tokens_per_row_step"] else "-",
         str(case["interval"]),
         *(_number(row[name]) for name in ("tokens_per_s_gpu", "tokens_per_s_user")),
         f"{gap['p50']:.2f}, {gap['p99']:.2f}" if gap else "-",
