@@ -130,10 +130,10 @@ def takes_back(counts_WE: Tensor, placement: imbrex.Placement) -> Tensor:
 
 
 WRONG = {
-    "nothing": (shares_nothing, "shares_nothing gave numbers below 0, for spare slots, or that do not sum"),
-    "back": (takes_back, "takes_back gave numbers below 0"),
+    "nothing": (shares_nothing, "shares_nothing gave expert "),
+    "back": (takes_back, "takes_back gave a slot fewer than no choices"),
     "none": (lambda counts, place: None, "<lambda> gave a NoneType in the place of int64 [W, S], here ["),
-    "kind": (lambda counts, place: counts[:, :2].float(), "gave a torch.float32 ["),
+    "kind": (lambda counts, place: counts[:, :2].float(), "gave shape, dtype and device (("),
 }
 
 

@@ -66,7 +66,7 @@ def checked(split: Split) -> Split:
 
     def ask(counts_WE: Tensor, placement: Placement) -> Tensor:
         split_WS: Any = split(counts_WE, placement)
-        reason = _why_not(split_WS, counts_WE, placement)
+        reason = fault_of(split_WS, counts_WE, placement)
         if reason is not None:
             raise ValueError(f"split: {name} gave {reason}; imbrex.testing.check_split checks a split")
         return split_WS
@@ -75,17 +75,24 @@ def checked(split: Split) -> Split:
     return ask
 
 
-def _why_not(split_WS: Any, counts_WE: Tensor, placement: Placement) -> str | None:
-    """The fault of a split of counts, or `None`."""
-    expected = (len(counts_WE), placement.num_slots), torch.int64
-    if not isinstance(split_WS, Tensor) or (tuple(split_WS.shape), split_WS.dtype) != expected:
-        actual = type(split_WS).__name__
-        if isinstance(split_WS, Tensor):
-            actual = f"{split_WS.dtype} {list(split_WS.shape)}"
-        return f"a {actual} in the place of int64 [W, S], here {list(expected[0])}"
+def fault_of(split_WS: Any, counts_WE: Tensor, placement: Placement) -> str | None:
+    """The answer of a split of these counts, in words, if it is wrong, or `None`."""
+    expected = (len(counts_WE), placement.num_slots), torch.int64, counts_WE.device
+    if not isinstance(split_WS, Tensor):
+        return f"a {type(split_WS).__name__} in the place of int64 [W, S], here {list(expected[0])}"
+    actual = tuple(split_WS.shape), split_WS.dtype, split_WS.device
+    if actual != expected:
+        return f"shape, dtype and device {actual}, not {expected}"
+    if bool((split_WS < 0).any()):
+        return "a slot fewer than no choices"
+    # Spare slots last, to which nobody's choices go.
     experts_S, _, _ = _replicas(placement, counts_WE.device)
-    shares_WE = torch.zeros_like(counts_WE).index_add_(1, experts_S.clamp(min=0), split_WS * (experts_S >= 0))
-    wrong_WS = (split_WS < 0) | (split_WS > 0) & (experts_S < 0)
-    if not torch.equal(shares_WE, counts_WE) or bool(wrong_WS.any()):
-        return "numbers below 0, for spare slots, or that do not sum to an expert's choices of a rank"
-    return None
+    choices_WE = torch.nn.functional.pad(counts_WE, (0, 1))
+    shares_WE = torch.zeros_like(choices_WE).index_add_(1, experts_S % choices_WE.shape[1], split_WS)
+    wrong_WE = shares_WE != choices_WE
+    if not bool(wrong_WE.any()):
+        return None
+    expert = int(wrong_WE.any(0).nonzero()[0])
+    name = f"expert {expert}" if expert < counts_WE.shape[1] else "spare slots"
+    shares, choices = (each_WE[:, expert].tolist() for each_WE in (shares_WE, choices_WE))
+    return f"{name} {shares} choices by rank, not {choices}"
