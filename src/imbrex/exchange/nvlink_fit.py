@@ -59,14 +59,13 @@ class Part(NamedTuple):
         return self.backward and (self.many or nbytes >= SPARED)
 
 
-def word_of(tokens: int, backward: bool, many: bool, in_fp8: bool, promise: bool) -> int:
-    """The word by which a rank tells the others of its part. promise: of rows that fit."""
-    # The largest word has the `backward` bit of the rank with the most tokens.
-    return tokens << 4 | backward << 3 | many << 2 | in_fp8 << 1 | promise
-
-
 def part_of(ids_TK: Tensor, words_W: Sequence[int]) -> tuple[Part, bool]:
-    """The part of which ranks have told by these words, and whether all have promised rows that fit."""
+    """The part of which ranks have told by these words, and whether all have promised rows that fit.
+
+    A word is a rank's tokens, and four bits: rows are kept for a backward, all layers' rows are many, experts
+    take fp8, rows that fit are promised.
+    """
+    # The largest word has the `backward` bit of the rank with the most tokens.
     largest, common, some = max(words_W), -1, 0
     for word in words_W:
         common &= word

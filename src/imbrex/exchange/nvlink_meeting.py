@@ -26,7 +26,6 @@ from imbrex.exchange.nvlink_fit import (
     is_coded,
     kernel_placement,
     part_of,
-    word_of,
 )
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.exchange.launches import Choosing
@@ -104,7 +103,9 @@ class NvlinkMeeting(WiredDispatcher):
         note = hash(kind) % NOTES  # of whole numbers: the same in every process
         tokens, back = x_TD.shape[0], x_TD.requires_grad
         many = back and tokens >= self._spared.many_tokens(self.transport.num_owners)
-        value = word_of(tokens, back, many, form is RowForm.FP8, self.promise)
+        value = (
+            tokens << 4 | back << 3 | many << 2 | (form is RowForm.FP8) << 1 | self.promise
+        )  # see `part_of`
         self.promise = self.uncompiled = False
         values_W, wrong = self.transport.agree_on_call(value, fine=problem is None, note=note)
         if problem:
