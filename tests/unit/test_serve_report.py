@@ -73,12 +73,20 @@ def test_rivals_are_not_named_after_codecs_and_experts_that_they_do_not_use() ->
     assert named == ["alltoall int8 loop", "alltoall loop", "alone loop", "gather-scatter"]
 
 
-def test_the_time_without_a_step_is_beside_the_hosts() -> None:
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_the_time_without_a_step_is_beside_the_hosts(
+    on_gpu: bool, args: argparse.Namespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On GPUs alone, where it is timed."""
     host = {"host_us": dict.fromkeys(HostTime.NAMES, 1.0), "launches": 1.0}
-    on_gpu, on_cpu = (ROWS[0] | host | more for more in ({"no_step_share": 0.0123}, {}))
-    on_gpu["case"] = on_cpu["case"] = ROWS[0]["case"] | {"input": 8}
-    assert [command._host_cells(of)[-1] for of in (on_gpu, on_cpu)] == ["1.23", "-"]
-    assert len(command._host_cells(on_gpu)) == len(command.HOST_HEADS)
+    case = ROWS[0]["case"] | {"input": 8, "model": "demo", "weights": "random"}
+    rows = [ROWS[0] | host | {"case": case} | ({"no_step_share": 0.0123} if on_gpu else {})]
+    for name, value in {"ranks": 2, "input": "8", "output": 4, "dtype": "float32", "levers": None}.items():
+        setattr(args, name, value)
+    args.device = "cpu"
+    command.show(args, rows)
+    printed = capsys.readouterr().out
+    assert ("1.23" in printed, command.ABOUT_IDLE in printed) == (on_gpu, on_gpu)
 
 
 def test_answers_of_one_token_are_said_to_decode_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,11 +7,11 @@ import gc
 import os
 import shlex
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,9 @@ from imbrex.serve.checkpoint import served_config
 from imbrex.serve.decoding import Drafting
 from imbrex.serve.engine import Engine, HostTime, Settings
 from imbrex.serve.model import Decoder
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 QUESTION = "How many tokens a second does a GPU give, and a user see?"
 SMALLER = "give fewer --users, shorter requests, a smaller --chunk or a smaller --model"
@@ -393,56 +396,58 @@ def case_of(args: argparse.Namespace, load: Load, settings: Settings) -> dict[st
 
 
 def show(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
-    """The rows as a table on the terminal."""
+    """The rows as tables on the terminal."""
     from rich.console import Console
-    from rich.table import Table
 
-    from imbrex.bench.machine import cores, hardware
-
-    about = hardware()
-    where = f"{about['count']} x {about['gpu']}" if args.device == "cuda" else f"{cores()} CPU cores"
-    case = rows[0]["case"]
-    weights = {"random": "random weights", "loaded": "its own weights"}.get(case["weights"])
-    ranks = f"{args.ranks} rank{'s' * (args.ranks > 1)}"
-    title = f"{case['model']}, {ranks}, {args.input} tokens in and {args.output} out, {args.dtype}, "
-    title += f"{weights or f'{args.train} steps of training'}, on {where}"
-    table, host = Table(), Table(title=ABOUT_HOST, title_justify="left")
-    for of, heads in ((table, HEADS), (host, HOST_HEADS)):
-        for head in heads:
-            of.add_column(head, justify="left" if not head else "right")
-    for row in rows:
-        if "off" not in row["case"]:
-            table.add_row(*_cells(row))
-            host.add_row(*_host_cells(row))
-    console = Console(width=max(140, Console().width))
-    console.print(title, soft_wrap=True, highlight=False)
-    console.print(table)
+    console = Console(width=max(150, Console().width))
+    console.print(_title(args, rows[0]["case"]), soft_wrap=True, highlight=False)
+    whole = [row for row in rows if "off" not in row["case"]]
+    console.print(_table("", HEADS, map(_cells, whole)))
     if any(row["tokens_per_s_gpu"] is None for row in rows):
         console.print(TOO_SHORT, highlight=False)
     if args.output == 1:
         console.print(ONE_TOKEN, highlight=False)
-    console.print(host)
+    on_gpu = "no_step_share" in rows[0]
+    console.print(_table(ABOUT_HOST, (*HOST_HEADS, IDLE) if on_gpu else HOST_HEADS, map(_host_cells, whole)))
+    if on_gpu:
+        console.print(ABOUT_IDLE, highlight=False)
     if args.levers:
-        off = Table(
-            title=f"{ABOUT_LEVERS}, {args.levers} loop{'s' * (args.levers > 1)} in turns",
-            title_justify="left",
-        )
-        for head in levers.HEADS:
-            off.add_column(head, justify="left" if head in ("", "without") else "right")
-        for line in levers.cells_of(rows):
-            off.add_row(*line)
-        console.print(off)
+        about = f"{ABOUT_LEVERS}, {args.levers} loop{'s' * (args.levers > 1)} in turns"
+        console.print(_table(about, levers.HEADS, levers.cells_of(rows)))
         for about in levers.captions(rows):
             console.print(about, highlight=False)
+
+
+def _title(args: argparse.Namespace, case: Mapping[str, Any]) -> str:
+    from imbrex.bench.machine import cores, hardware
+
+    about = hardware()
+    where = f"{about['count']} x {about['gpu']}" if args.device == "cuda" else f"{cores()} CPU cores"
+    weights = {"random": "random weights", "loaded": "its own weights"}.get(case["weights"])
+    ranks = f"{args.ranks} rank{'s' * (args.ranks > 1)}"
+    title = f"{case['model']}, {ranks}, {args.input} tokens in and {args.output} out, {args.dtype}, "
+    return title + f"{weights or f'{args.train} steps of training'}, on {where}"
+
+
+def _table(title: str, heads: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title or None, title_justify="left")
+    for head in heads:
+        table.add_column(head, justify="left" if head in ("", "without") else "right")
+    for line in lines:
+        table.add_row(*line)
+    return table
 
 
 FACTS = ("model", "W", "dtype", "weights")
 """The settings that are alike in all rows of a run."""
 HEADS = ("", "users", "in", "drafts", "tokens a step", "interval", "tokens/s a rank", "tokens/s a user")
 HEADS += ("gap p50, p99 ms", "step ms")
-HOST_HEADS = ("", "users", "in", "drafts", "interval", *HostTime.NAMES, "its own", "launches", "no step, %")
-ABOUT_HOST = "The host, us a step (agree: until the slowest rank is there); its own: without model and wait; "
-ABOUT_HOST += "no step: the share of a GPU's time in which none ran"
+HOST_HEADS = ("", "users", "in", "drafts", "interval", *HostTime.NAMES, "its own", "launches")
+ABOUT_HOST = "The host, us a step (agree: until the slowest rank is there); its own: without model and wait"
+IDLE = "no step, %"
+ABOUT_IDLE = f"{IDLE}: of a GPU's time, that in which no step ran"
 
 ONE_TOKEN = "-: the one token of an answer comes of its prompt's last chunk; no step decodes, nothing follows"
 TOO_SHORT = "-: too few tokens while every user is served; give more --rounds or a longer --output"
@@ -469,8 +474,8 @@ def _host_cells(row: dict[str, Any]) -> list[str]:
     words = [row["impl"], *(str(case[name]) for name in ("users", "input"))]
     words += [_drafts(case), str(case["interval"])]
     words += [f"{us:.0f}" for us in (*host.values(), levers.own_us(row))]
-    idle = f"{100 * row['no_step_share']:.2f}" if "no_step_share" in row else "-"
-    return [*words, f"{row['launches']:.1f}", idle]
+    words.append(f"{row['launches']:.1f}")
+    return [*words, f"{100 * row['no_step_share']:.2f}"] if "no_step_share" in row else words
 
 
 def _drafts(case: Mapping[str, Any]) -> str:
