@@ -215,12 +215,14 @@ class Compiled(torch.nn.Module):
         return self.run(dispatched.rows_RD)
 
 
-def run_beside_slow_experts(ranks: Ranks) -> bool:
+def run_beside_slow_experts(ranks: Ranks, transport: str) -> bool:
     """The last rank's experts compile for longer than a rank may be silent."""
     torch._dynamo.reset()
-    experts = Compiled(1.5 * (ranks.rank == ranks.world_size - 1))
-    layer = imbrex.MoELayer(CONFIG, ranks.group, transport="alltoall", experts=experts, timeout=1.0)
-    x, outputs = torch.randn(5, CONFIG.hidden_size), []
+    experts = Compiled(1.5 * (ranks.rank == ranks.world_size - 1)).bfloat16()
+    moves = EmulatedNvlink(ranks.group, timeout=1.0) if transport == "nvlink" else transport
+    how: dict[str, Any] = {"transport": moves, "experts": experts, "dtype": torch.bfloat16, "timeout": 1.0}
+    layer, outputs = imbrex.MoELayer(WIDE, ranks.group, **how), []
+    x = torch.randn(5, WIDE.hidden_size, dtype=torch.bfloat16)
     for _ in range(2):
         with real_empty(), torch.no_grad():
             outputs.append(layer(x))
@@ -229,8 +231,10 @@ def run_beside_slow_experts(ranks: Ranks) -> bool:
 
 
 @pytest.mark.untraced
-def test_ranks_wait_for_one_whose_experts_compile_themselves(pool: Pool) -> None:
-    assert pool.run(2, run_beside_slow_experts) == [True] * 2
+@pytest.mark.parametrize("transport", ["alltoall", pytest.param("nvlink", marks=EMULATED)])
+def test_ranks_wait_for_one_whose_experts_compile_themselves(pool: Pool, transport: str) -> None:
+    """Over NVLink, too: experts of somebody's own promise no rows, so hosts meet before the combine."""
+    assert pool.run(2, run_beside_slow_experts, transport) == [True] * 2
 
 
 def silent_and_compiling(ranks: Ranks) -> str:

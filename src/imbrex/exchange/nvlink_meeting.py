@@ -103,9 +103,8 @@ class NvlinkMeeting(WiredDispatcher):
         note = hash(kind) % NOTES  # of whole numbers: the same in every process
         tokens, back = x_TD.shape[0], x_TD.requires_grad
         many = back and tokens >= self._spared.many_tokens(self.transport.num_owners)
-        value = (
-            tokens << 4 | back << 3 | many << 2 | (form is RowForm.FP8) << 1 | self.promise
-        )  # see `part_of`
+        in_fp8 = form is RowForm.FP8
+        value = tokens << 4 | back << 3 | many << 2 | in_fp8 << 1 | self.promise  # as `part_of` reads it
         self.promise = self.uncompiled = False
         values_W, wrong = self.transport.agree_on_call(value, fine=problem is None, note=note)
         if problem:
