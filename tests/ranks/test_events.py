@@ -409,6 +409,7 @@ def _refused(ranks: Ranks, options: dict[str, Any]) -> str:
         ({"transport": "pipe"}, "schedule: transport 'pipe' sends rows by way of nodes, events straight"),
         ({"transport": "allreduce"}, "schedule: transport 'allreduce' moves no rows that events could wait"),
         ({"schedule": imbrex.overlap.Events(1.0, 4)}, "schedule: epsilon is 4, but a rank has 3 peers"),
+        ({"schedule": imbrex.overlap.Events(1.0, 1 << 70)}, f"schedule: epsilon is {1 << 70}, but a rank"),
         *(
             ({"differ": differ}, "MoELayer: ranks disagree about the schedule: rank 1 was given something")
             for differ in (_other_epsilon, _other_tau, _other_every, _other_budget)

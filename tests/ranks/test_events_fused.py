@@ -158,6 +158,7 @@ def run_at_odds(ranks: Ranks, schedules: list[Events], codec: dict[str, str]) ->
         (Events(0.5, 1), "tau"),
         (Events(0.5), "tau"),
         (Events(every=3), "every"),
+        (Events(every=1 << 70), "every"),
         (Events(budget=0.5), "budget"),
     ],
 )

@@ -251,7 +251,7 @@ def agree(
     Returns the numbers `own` of every rank. Raises ValueError on every rank: `problem` on the rank that has
     one, and a sentence that names this rank on the others; or a sentence that names the setting that differs.
     """
-    values = [v if isinstance(v, int) else zlib.crc32(v.encode()) for v in settings.values()]
+    values = [zlib.crc32(str(value).encode()) for value in settings.values()]  # a number may be any
     try:
         words_W = backend.exchange_counts(words(problem is not None, *own, *values))
     except RankLostError as error:
