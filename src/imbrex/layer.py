@@ -40,7 +40,7 @@ from imbrex.contracts import (
     Wire,
 )
 from imbrex.exchange import plan
-from imbrex.exchange.agreement import DTYPES, agree, raise_in_data_group
+from imbrex.exchange.agreement import DTYPES, agree, is_plain, raise_in_data_group
 from imbrex.exchange.autograd import check_in_op
 from imbrex.exchange.exchange import Exchange
 from imbrex.experts.experts import Activation, Experts, Shard
@@ -410,7 +410,8 @@ class MoELayer(nn.Module):
         wrong = self.exchange.dispatcher.why_not_tokens(x) is not None
         if kept_TK is not None and not wrong:
             expected = x.numel() // x.shape[-1], self.config.top_k
-            if not isinstance(kept_TK, Tensor):  # tell the others of it as a mask of a wrong dtype
+            # Any other thing is told to the others as a mask of a wrong dtype.
+            if not isinstance(kept_TK, Tensor) or not is_plain(kept_TK):
                 kept_TK = torch.zeros(expected, dtype=torch.int64, device=x.device)
             wrong = kept_TK.shape != expected or kept_TK.dtype != torch.bool or kept_TK.device != x.device
         problem = None

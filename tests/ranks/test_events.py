@@ -319,6 +319,8 @@ def _wrong(ranks: Ranks, what: str) -> list[str]:
                 kept_TK = kept_TK.bool().to("meta")
             elif what.endswith("list"):
                 kept_TK = kept_TK.bool().tolist()
+            elif what.endswith("sparsely"):
+                kept_TK = kept_TK.bool().to_sparse()
         try:
             layer(given, kept_TK=kept_TK)
             errors.append("")
@@ -332,7 +334,7 @@ def _wrong(ranks: Ranks, what: str) -> list[str]:
     "what",
     [
         *("width", "width at first", "mask", "mask at first"),
-        *("mask's choices", "masked by ints", "masked by a list", "mask: elsewhere"),
+        *("mask's choices", "masked by ints", "masked by a list", "masked sparsely", "mask: elsewhere"),
     ],
 )
 def test_one_ranks_wrong_input_is_every_ranks_sentence(pool: Pool, what: str) -> None:
@@ -344,8 +346,8 @@ def test_one_ranks_wrong_input_is_every_ranks_sentence(pool: Pool, what: str) ->
         f"was made for {SMALL.top_k}",
         "mask:": "dispatch: on rank 1, the mask kept_TK is not on the device of x; move it there with "
         ".to(x.device)",
-        "masked": "dispatch: on rank 1, the mask kept_TK is not of bools; pass one as recorded in "
-        "Routing.kept_TK",
+        "masked": "dispatch: on rank 1, the mask kept_TK is no plain tensor of bools; pass one as recorded "
+        "in Routing.kept_TK",
     }[what.split()[0]]
     wanted = [sentence] if what.endswith("at first") else ["", sentence, ""]
     assert pool.run(4, _wrong, what) == [wanted] * 4

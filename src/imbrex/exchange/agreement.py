@@ -63,7 +63,7 @@ PROBLEMS = {
     7: "choice {1} of token {0} is expert {2}, which does not exist; ids are 0..E-1, or -1 to drop a choice",
     8: "token {0} wants expert {1} twice; an expert may stand at most once in a row of ids",
     9: "the weight of choice {1} of token {0} is NaN or infinite; check the router's input",
-    10: "the mask kept_TK is not of bools; pass one as recorded in Routing.kept_TK",
+    10: "the mask kept_TK is no plain tensor of bools; pass one as recorded in Routing.kept_TK",
     11: "weights have {0} dimensions and another shape than ids; give one for every choice, [{1}, {2}]",
     12: "the mask kept_TK is not on the device of x; move it there with .to(x.device)",
     13: "x is sparse or nested; give a plain tensor, as x.to_dense() or x.values() gives it",
