@@ -91,6 +91,14 @@ SERVING = [
         ("ranks/test_serve.py::test_no_graph_is_a_lever_where_there_are_none",),
     ),
     Fault(
+        "quantised-as-it-is",
+        "serve/checkpoint.py",
+        "weights in float8 are served without their scales",
+        'if config.get("quantization_config") or config.get("compression_config"):',
+        'if config.get("compression_config"):',
+        ("unit/test_serve_checkpoint.py::test_what_is_not_served",),
+    ),
+    Fault(
         "two-models-at-once",
         "bench/serve/command.py",
         "the model of a way waits for Python's collector beside the next way's",

@@ -69,6 +69,10 @@ def test_tokens_are_those_of_generate(kind: str, tmp_path: Path) -> None:
         ({"attention_bias": True}, "its attention has biases"),
         ({"sliding_window": 8, "use_sliding_window": True}, "its attention slides"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "its rotary positions are scaled (yarn)"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "its weights are quantised; give one in bfloat16 (--experts kernels-fp8 quantises experts)",
+        ),
         ({"sliding_window": 8}, None),
     ],
 )
@@ -96,3 +100,16 @@ def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         main(["bench", "serve", "--device", "cpu", "--weights", str(tmp_path)])
     assert "is not served: model_type 'gpt2'" in capsys.readouterr().err
+
+
+def test_requests_longer_than_a_model_was_trained_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its positions turn on behind them, and nobody would be told."""
+    sizes = SIZES | {"model_type": "mixtral", "rms_norm_eps": 1e-6, "hidden_act": "silu"}
+    sizes |= {"num_local_experts": 4, "intermediate_size": 24}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    assert served_config(tmp_path).positions == 64
+    with pytest.raises(SystemExit):
+        main(["bench", "serve", "--device", "cpu", "--weights", str(tmp_path), "--input", "8,60"])
+    assert "a request takes 76 tokens, and" in capsys.readouterr().err

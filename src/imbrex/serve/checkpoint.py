@@ -28,6 +28,8 @@ def why_not_served(config: Mapping[str, Any]) -> str | None:
     kind = config.get("model_type")
     if kind not in KINDS:
         return f"model_type {kind!r} is not among {', '.join(KINDS)}"
+    if config.get("quantization_config") or config.get("compression_config"):
+        return "its weights are quantised; give one in bfloat16 (--experts kernels-fp8 quantises experts)"
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         return "some of its layers have no experts"
     if config.get("attention_bias"):
@@ -41,7 +43,8 @@ def why_not_served(config: Mapping[str, Any]) -> str | None:
 
 
 def served_config(folder: str | Path) -> ModelConfig:
-    """The sizes of the model in a folder; `positions` is yet to be set.
+    """The sizes of the model in a folder; `positions` are those that it was trained for, 0 where it does not
+    say.
 
     Raises ValueError where there is none, or one that is not served.
     """
@@ -60,6 +63,7 @@ def served_config(folder: str | Path) -> ModelConfig:
         name = [*wrong, "rms_norm_eps"][0]
         raise ValueError(f"serve: {path} says {name} is {config.get(name)!r}; give a checkpoint's folder")
     heads, rotary = config["num_attention_heads"], config.get("rope_parameters") or {}
+    positions = config.get("max_position_embeddings")
     return ModelConfig(
         moe=moe_config(config),
         attention=Grouped(
@@ -71,7 +75,7 @@ def served_config(folder: str | Path) -> ModelConfig:
         ),
         num_layers=config["num_hidden_layers"],
         vocabulary=config["vocab_size"],
-        positions=0,
+        positions=positions if isinstance(positions, int) else 0,
         eps=config["rms_norm_eps"],
     )
 

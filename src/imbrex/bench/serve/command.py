@@ -112,6 +112,12 @@ def check(args: argparse.Namespace) -> None:
                 raise ValueError(f"--drafts {drafts}: an answer has {args.output} tokens; draft fewer")
             if args.weights or not MODELS[args.model].drafting:
                 raise ValueError(f"--drafts {drafts}: {model} has no block to draft with; leave it out")
+    longest = max(numbers(args, "input")) + args.output
+    if 0 < config.positions < longest:
+        raise ValueError(
+            f"--input and --output: a request takes {longest} tokens, and {model} was trained for "
+            f"{config.positions}; ask for fewer"
+        )
     _check_ways(args, config.moe.top_k)
     if args.forced is not None and not any(numbers(args, "drafts")):
         raise ValueError(f"--forced {args.forced:g}: nothing is drafted; give --drafts, or leave it out")
