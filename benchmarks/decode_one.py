@@ -7,8 +7,8 @@ no choice is made. Captured, one after the other with two sets of weights in tur
 L2; all ways in turns, in one process. Microseconds of a layer; `read_us`: the weights alone, at a copy's
 rate. `--fp8`: the same experts in fp8 as well, in one launch, or in three that quantise rows and multiply.
 `--one-kernel`: dispatch and both products in one kernel as well (`kernels.fused.few`), with so many
-multiprocessors that dispatch before they compute, 0: as a layer has it (`best_way`); `64:256:8:0`: and with
-so many threads a block, steps of weights that are asked into L2, and fences of who waits for rows.
+multiprocessors that dispatch before they compute, 0: as a layer has it (`best_way`); `64:512:8:2:3:400:2`:
+and with such a `How`, its fields in order.
 `--stamps`: times nothing; prints when the blocks of a layer's kernels come where (`imbrex.bench.stamps`).
 """
 
@@ -244,7 +244,7 @@ def main() -> None:
     ask.add_argument("--repeats", type=int, default=21)
     ask.add_argument("--fp8", action="store_true", help="experts in fp8 as well")
     ask.add_argument(
-        "--one-kernel", default="", help="multiprocessors that dispatch: 0,64,32, or 64:256 threads"
+        "--one-kernel", default="", help="multiprocessors that dispatch: 0,64,32, or 64:256:8, a How"
     )
     ask.add_argument("--stamps", action="store_true", help="print when blocks come where, and time nothing")
     ask.add_argument("--out", type=Path, default=RESULTS)

@@ -32,13 +32,14 @@ BOTH = "ffn/both.cuh"
 PARTS = 8
 PRODUCER = {
     "no more": r"steps = -1;\s+ptx::mbarrier_arrive",
-    "draw": r"drawn = atomicAdd\(both\.counter, 1u\)",
+    "draw": r"if \(!late\) drawn = atomicAdd\(both\.counter, 1u\)",
     "slot": r"work\.part\};\s+ptx::mbarrier_arrive\(shared\.slot_full",
     "look": r"written\.is\(work\.part\)",
     "columns": r"load_work<true, false>",
-    "launches": r"if \(index == 0\) begin\(work, ahead\)",
+    "launches": r"if \(index == 0\) ahead = begin\(work, ring, ahead\)",
     "wait": r"if \(!Up::kQuantises && work\.down\) written\.wait\(work\.part\)",
     "rows": r"load_work<false, true>",
+    "late draw": r"if \(late\) drawn = atomicAdd\(both\.counter, 1u\)",
     "rest": r"load\(few, steps\)",
     "done": r"leave\(both, team\.all\(\)\)",
 }
@@ -66,7 +67,8 @@ TELL = {
 
 
 class OneLaunch(Machine):
-    """A launch: units of 64 rows, tiles of gate and up and of down that each has, blocks."""
+    """A launch: units of 64 rows, tiles of gate and up and of down that each has, blocks. late: a block draws
+    a tile when it has asked for all of the one before (LATE_DRAWS)."""
 
     def __init__(
         self,
@@ -78,9 +80,10 @@ class OneLaunch(Machine):
         blocks: int,
         busy: int = 0,
         fp8: bool = False,
+        late: bool = False,
     ) -> None:
         super().__init__(1)
-        self.fp8, self.busy = fp8, busy
+        self.fp8, self.busy, self.late = fp8, busy, late
         self.source, self.units, self.ups, self.downs = source, units, ups, downs
         self.blocks, self.all = blocks, units * (ups + downs)
         text = source.text(BOTH)
@@ -122,7 +125,7 @@ class OneLaunch(Machine):
         for mark, _ in self.source.order(BOTH, head, PRODUCER):
             if mark == "no more":
                 asm.go("no more", lambda w, t: t.number >= self.all)
-            elif mark == "draw":
+            elif mark == ("late draw" if self.late else "draw"):
                 asm.add("draw", loads.draw)
             elif mark == "slot":
                 asm.add("tell of a tile", loads.tell)

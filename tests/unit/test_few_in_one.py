@@ -97,9 +97,32 @@ def test_as_many_push_as_where_a_peer_takes_two_launches() -> None:
     assert [best_way(tokens, 64) for tokens in (1, 4)] == [(32, How()), (64, How(into_l2=8))]
 
 
-@pytest.mark.parametrize("how", [How(256), How(640, 1)])
-def test_any_way_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, how: How) -> None:
-    check_bits(make(monkeypatch, TWO), how=how)
+WAYS = {
+    "256 threads": How(256),
+    "640 threads, a step into L2": How(640, 1),
+    "who waits fences, draws late": How(fences=2, late=2),
+    "a step early": How(early=1),
+    "a step early, others slowly": How(early=1, pace=1, into_l2=2, late=1),
+    "others slowly into L2": How(pace=1, into_l2=2),
+    "another warp counts, quick ends": How(aside=1, quick=1),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_any_way_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Tiles of three steps, of which two are behind those that are asked for early, or beyond the ring."""
+    check_bits(make(monkeypatch, TWO), how=WAYS[name])
+
+
+@pytest.mark.parametrize("how", [How(early=1), How(early=1, pace=1), How(early=1, late=2)])
+@pytest.mark.parametrize("late", [False, True], ids=["rows at once", "rows late"])
+def test_steps_that_were_not_asked_for_early_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, how: How, late: bool
+) -> None:
+    """Rings of eight steps, tiles of nine, of which one is asked for early."""
+    case = replace(TWO, width=9 * 64)
+    few = make(monkeypatch, case, edits=(LATE,) if late else ())
+    check_bits(few, how=how)
 
 
 def test_blocks_say_when_they_come_where(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +190,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     ),
     "a block counts itself before it has placed": (
         "    bool fine = true;\n    if (call.block < call.blocks) {",
-        "    bool fine = true;\n    if (threadIdx.x == 0) tell_dispatched(call);\n"
+        "    bool fine = true;\n    if (threadIdx.x == 0) tell_dispatched(call, true);\n"
         "    if (call.block < call.blocks) {",
     ),
 }
@@ -252,11 +275,12 @@ def test_ranks_may_be_in_different_calls(monkeypatch: pytest.MonkeyPatch, seed: 
         assert torch.equal(memory[1][0, :live], wanted[call][0][rank, :live])
 
 
-def test_a_rank_that_never_comes_leaves_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", [How(), How(aside=1, quick=1)], ids=["as it is", "quick ends"])
+def test_a_rank_that_never_comes_leaves_no_rows(monkeypatch: pytest.MonkeyPatch, how: How) -> None:
     """Products end, whoever was waited for, and nobody takes what they made for a result."""
     few = make(monkeypatch, TWO, timeout=0.5)
     exchange, results = few.exchange, []
-    together(few)
+    together(few, how=how)
     whole, exchange.heap.local, exchange.local_ranks = exchange.heap.local, exchange.heap.local[:1], 1
 
     def zeros(like: Tensor) -> Tensor:
@@ -266,7 +290,7 @@ def test_a_rank_that_never_comes_leaves_no_rows(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch, "empty_like", zeros)
     alone = replace(few, experts=few.experts[:1])
     with pytest.raises(ExchangeError, match=r"timed out, waiting for expert ids of rank 1"):
-        together(alone)
+        together(alone, how=how)
     assert results[0].isnan().all()
     assert words_of(few) == [[0, 0]]
     exchange.heap.local, exchange.local_ranks = whole, 2

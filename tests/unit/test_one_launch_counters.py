@@ -27,6 +27,15 @@ CASES: dict[str, Any] = {
     "a block dispatches": {"units": 1, "ups": 2, "downs": 1, "blocks": 2, "busy": 1},
     "all dispatch": {"units": 1, "ups": 1, "downs": 2, "blocks": 2, "busy": 2},
     "two dispatch": {"units": 1, "ups": 1, "downs": 1, "blocks": 3, "busy": 2},
+    "two blocks draw late": {"units": 2, "ups": 1, "downs": 2, "blocks": 2, "late": True},
+    "one dispatches, both draw late": {
+        "units": 1,
+        "ups": 2,
+        "downs": 1,
+        "blocks": 2,
+        "busy": 1,
+        "late": True,
+    },
 }
 
 
@@ -56,6 +65,7 @@ SLOT = (
     "                              tile.columns, steps, position,  work.down ? -1 - work.part : work.part};\n"
     "        ptx::mbarrier_arrive(shared.slot_full + 8 * slot);\n"
 )
+BEGIN = "        if (index == 0) ahead = begin(work, ring, ahead);\n"
 WAIT = "        if (!Up::kQuantises && work.down) written.wait(work.part);\n"
 TAKE = "        tile = take_slot<Up>(shared, ++index, patience);\n"
 TELL = "            if (thread == 0) tell_part(both, tile.together);\n"
@@ -96,8 +106,8 @@ FAULTS: dict[str, tuple[str, Edits, str]] = {
     "rows are asked for before they are placed": (
         "a block dispatches",
         (
-            (BOTH, "        if (index == 0) begin(work, ahead);\n", ""),
-            (BOTH, "        const auto load", "begin(work, ahead);const auto load"),
+            (BOTH, BEGIN, ""),
+            (BOTH, "        const auto load", f"{BEGIN}const auto load"),
         ),
         "not placed",
     ),

@@ -32,11 +32,13 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
             units.take(both.hits, wait_for_hits(both.hits));
             if (threadIdx.x == 128) ptx::stamp(ptx::kKnows);
             if (ptx::lane_id() == 0)
-                produce_both(both, maps, shared, units, WholeLaunch{}, [](const Work&, int) {
-                    ptx::wait_for_launches();
-                    ptx::stamp(ptx::kSeen);
-                    ptx::launch_dependents();
-                });
+                produce_both(both, maps, shared, units, WholeLaunch{},
+                             [](const Work&, const Ring<Up>&, int ahead) {
+                                 ptx::wait_for_launches();
+                                 ptx::stamp(ptx::kSeen);
+                                 ptx::launch_dependents();
+                                 return ahead;
+                             });
         } else if constexpr (Up::kQuantises) {
             quantise_both(both, shared, memory);
         }

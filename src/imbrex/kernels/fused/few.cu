@@ -14,6 +14,9 @@
 // groups wait at the end. The first tiles are those of blocks that neither dispatch nor push; everybody else
 // draws the first one, too, so that no tile waits for a block that is still busy.
 //
+// The rings of 100 blocks are 13 MB, 4 us of reading, behind which the stores and flags of blocks that still
+// place rows would wait: EARLY and PACE say how much is asked for before rows are seen.
+//
 // Invariants:
 //   Dispatch waits for peers' dispatch and never for a product, and each of its blocks counts itself as
 //     placed, whether or not its peers came: products end, in bounded time.
@@ -25,11 +28,13 @@
 //   Weights of rows are read as memory that this kernel writes (gemm/store.cuh).
 //   Shared memory of routing is that of the ring: all threads fence before the first load.
 //   Both words are zeros when a call begins: the last block of a call that leaves sets them back.
-//   If a peer did not come, the last block makes NaN of the result.
+//   If a peer did not come, the last block makes NaN of the result. With QUICK_ENDS a block leaves before its
+//     last store, so only where every block that places rows has said that they are whole; else as without.
 //   The next launch may begin when the choices of all ranks have come, as behind exchange/small.cu.
 #define IN_ONE_LAUNCH 1
 #include "exchange/small.cuh"
 #include "ffn/both.cuh"
+#include "ptx/look.cuh"
 
 #ifndef LOCAL_RANKS
 #define LOCAL_RANKS 1
@@ -37,8 +42,20 @@
 #ifndef INTO_L2
 #define INTO_L2 0
 #endif
-#ifndef FENCES_AGAIN
-#define FENCES_AGAIN 1  // whether who waits for rows fences, besides those that place them
+#ifndef FENCES
+#define FENCES 1  // for the copy engine: 0 of those that place rows, 2 of who waits for them, 1 of both
+#endif
+#ifndef EARLY
+#define EARLY 0  // steps of its first tile whose columns a block asks for at once; 0: as many as its ring has
+#endif
+#ifndef PACE
+#define PACE 0  // ns from one further step to the next, until rows are placed; 0: none until then
+#endif
+#ifndef TOLD_ASIDE
+#define TOLD_ASIDE 0  // whether a warp that asks for nothing counts the block, while weights are asked for
+#endif
+#ifndef QUICK_ENDS
+#define QUICK_ENDS 0  // whether blocks take their tickets before their last tile is stored
 #endif
 
 namespace fused {
@@ -76,7 +93,11 @@ struct Room {
     Call call;
     u64 begun;  // barrier: rows are placed
     int whole;  // whether this block's part of the dispatch is
+    int end;
 };
+enum End { kEndRows, kEndNothing, kEndWords };  // `end_rows`, nothing, or words are set back
+
+constexpr u32 kNotWhole = 4;  // added to what is told by a block whose part is not whole
 
 // Who takes tiles: the blocks of a rank. `busy`: that dispatch or push, the first ones.
 struct Team {
@@ -86,15 +107,22 @@ struct Team {
 
     __device__ __forceinline__ u32 all() const { return static_cast<u32>(call.group->blocks); }
     __device__ __forceinline__ u32 reserved() const { return all() - busy; }
+    __device__ __forceinline__ int early() const {
+        return EARLY > 0 && EARLY < Up::kStages ? EARLY : Up::kStages;
+    }
     __device__ __forceinline__ int first() const {
         return call.block < busy ? static_cast<int>(atomicAdd(counter, 1u) + reserved()) : call.block - busy;
     }
 };
 
 // This block has dispatched. One thread.
-__device__ __forceinline__ void tell_dispatched(const Call& call) {
+__device__ __forceinline__ void tell_dispatched(const Call& call, bool whole) {
     if (call.block >= call.blocks) return;
     ptx::fence_gpu();
+    if (QUICK_ENDS && !whole) {
+        ptx::add_relaxed_gpu(exchange::told_of(call), kNotWhole);
+        ptx::fence_gpu();
+    }
     if (call.block < exchange::placing(call) || exchange::tells_groups(call))
         ptx::add_relaxed_gpu(exchange::placed_of(call), 1);
     if (exchange::tells_rows(call)) ptx::add_relaxed_gpu(exchange::told_of(call), exchange::kRowsTold);
@@ -139,32 +167,69 @@ __device__ __forceinline__ void dispatch_part(Call call, const Small& small, Roo
             push_tokens(call, small,
                         small.route.tokens ? small.route.tokens[call.local] : small.route.num_tokens);
     }
-    ptx::fence_async();
+    if (FENCES < 2)
+        ptx::fence_async();
+    else
+        ptx::fence_async_shared();
     const bool whole = __syncthreads_and(fine) != 0;
     if (threadIdx.x != 0) return;
     ptx::stamp(ptx::kDispatched);
     room.call = call;
     room.whole = whole;
-    tell_dispatched(call);
+    room.end = kEndRows;
+    if (!TOLD_ASIDE) tell_dispatched(call, whole);
 }
 
-// Columns of a block's first tile that its ring has no room for, while rows are placed: INTO_L2 steps.
-__device__ __forceinline__ void ask_into_l2(const Both& both, const BothMaps& maps, const ffn::Work& work,
-                                            int begin) {
-    const int k = work.down ? both.inner : both.width, end = gemm::least(k, (begin + INTO_L2) * Up::kBlockK);
+// This block has seen rows placed and all of its tiles asked for, and waits for no dispatch any more: where
+// rows are whole, its ticket is taken here, and not behind its last store (1.1 us). One thread.
+__device__ __forceinline__ void end_early(const Call& call, Room& room) {
+    if (ptx::load_acquire_gpu(exchange::told_of(call)) >= kNotWhole) return;
+    const u32 left = ptx::add_acq_rel_gpu(&call.own->tickets[call.kind], 1);
+    room.end = kEndNothing;
+    if (left % exchange::kBroken + 1 != static_cast<u32>(call.group->blocks)) return;
+    room.end = kEndWords;  // sums may still ask for them
+    call.own->tickets[call.kind] = 0;
+    call.own->epoch[call.kind] = call.epoch;
+}
+
+// Columns of a step that is not there yet, into L2.
+__device__ __forceinline__ void ask_into_l2(const BothMaps& maps, const ffn::Work& work, int step) {
     const TensorMap* map = maps.of[work.down] + 1;
-    const int expert = work.tile.expert, column = work.tile.column;
+    const int expert = work.tile.expert, column = work.tile.column, at = step * Up::kBlockK;
+    ptx::tma_prefetch_3d(map, at, column, work.down ? expert : 2 * expert);
+    if (!work.down) ptx::tma_prefetch_3d(map, at, column, 2 * expert + 1);
+}
+
+// Until rows are placed (`begun`): further columns of a block's first tile, a step every PACE ns, into its
+// ring up to step `room`, then into L2 up to step `end`. Returns the steps that its ring was asked for.
+__device__ __forceinline__ int ask_meanwhile(const BothMaps& maps, const Shared<Up>& shared,
+                                             const ffn::Work& work, gemm::Ring<Up>& ring, int ahead, int room,
+                                             int end, u32 begun) {
+    int step = ahead;
+    if (INTO_L2 > 0 && PACE == 0 && EARLY == 0)
 #pragma unroll 1
-    for (int at = begin * Up::kBlockK; at < end; at += Up::kBlockK) {
-        ptx::tma_prefetch_3d(map, at, column, work.down ? expert : 2 * expert);
-        if (!work.down) ptx::tma_prefetch_3d(map, at, column, 2 * expert + 1);
+        for (; step < end; ++step) ask_into_l2(maps, work, step);
+    u64 due = PACE > 0 ? ptx::global_timer() + PACE : 0;
+#pragma unroll 1
+    while (PACE > 0 && step < end && !ptx::mbarrier_done(begun, 0)) {
+        if (ptx::global_timer() < due) continue;
+        due += PACE;
+        if (step < room) {
+            ffn::load_work<true, false>(maps, shared, ring.stage, work, step * Up::kBlockK);
+            ring.next();
+        } else {
+            ask_into_l2(maps, work, step);
+        }
+        ++step;
     }
+    while (!ptx::mbarrier_try(begun, 0)) {}
+    return gemm::least(step, room);
 }
 
 // The warp that asks for loads.
 __device__ __forceinline__ void produce_few(const Call& call, const Both& both, const BothMaps& maps,
                                             const Shared<Up>& shared, const Few& few, const Small& small,
-                                            u8* memory, u32 begun) {
+                                            u8* memory, u32 begun, Room& room) {
     int* list = reinterpret_cast<int*>(memory);
     ffn::Units units{list, list + both.experts + 1, list + 2 * (both.experts + 1)};
     const bool told = wait_word(call, exchange::told_of(call), both.status,
@@ -178,11 +243,22 @@ __device__ __forceinline__ void produce_few(const Call& call, const Both& both, 
     if (ptx::lane_id() != 0) return;
     ptx::stamp(ptx::kKnows);
     const Team team{call, both.counter, few.movers + small.pushers};
-    produce_both(both, maps, shared, units, team, [&](const ffn::Work& work, int ahead) {
-        if (INTO_L2 > 0) ask_into_l2(both, maps, work, ahead);
-        while (!ptx::mbarrier_try(begun, 0)) {}
-        ptx::launch_dependents();
-    });
+    produce_both(
+        both, maps, shared, units, team, [&](const ffn::Work& work, gemm::Ring<Up>& ring, int ahead) {
+            const int k = work.down ? both.inner : both.width, steps = (k + Up::kBlockK - 1) / Up::kBlockK,
+                      room = gemm::least(steps, Up::kStages), end = gemm::least(steps, room + INTO_L2);
+            ahead = ask_meanwhile(maps, shared, work, ring, ahead, room, end, begun);
+            ptx::launch_dependents();
+            // A tile of down may wait for long.
+#pragma unroll 1
+            for (; EARLY > 0 && work.down && ahead < room; ++ahead, ring.next())
+                ffn::load_work<true, false>(maps, shared, ring.stage, work, ahead * Up::kBlockK);
+            return ahead;
+        });
+    if (QUICK_ENDS) {
+        while (!ptx::mbarrier_try(begun, 0)) {}  // a block without a tile
+        end_early(call, room);
+    }
 }
 
 // Dynamic memory as of ffn/both.cu, and at least what routing wants.
@@ -216,13 +292,15 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
         ptx::fewer_registers<Up::kProducerRegisters>();
         if (warp == 4) {
             const u32 behind = shared.staging + Up::kPanels * gemm::kPanel - ptx::smem_u32(memory);
-            produce_few(call, both_of(call, small, few), maps, shared, few, small, memory + behind, begun);
+            produce_few(call, both_of(call, small, few), maps, shared, few, small, memory + behind, begun,
+                        room);
         } else if (warp == 5 && ptx::lane_id() == 0) {
+            if (TOLD_ASIDE) tell_dispatched(call, room.whole != 0);
             const u32 due = exchange::counted_of(call.blocks);
             wait_word(call, exchange::placed_of(call), few.both.status,
                       [=](u32 placed) { return placed >= due; });
             ptx::stamp(ptx::kSeen);
-            if (FENCES_AGAIN) ptx::fence_async();
+            if (FENCES > 0) ptx::fence_async();
             ptx::stamp(ptx::kFenced);
             ptx::mbarrier_arrive(begun);
         }
@@ -230,7 +308,11 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
         ptx::fewer_registers<kIdleRegisters>();
     }
     ptx::launch_dependents();  // a block without a tile
-    end_rows(call, room.whole != 0, few.result + rank * few.stride, few.result_bytes);
+    if (QUICK_ENDS) __syncthreads();
+    if (!QUICK_ENDS || room.end == kEndRows)
+        end_rows(call, room.whole != 0, few.result + rank * few.stride, few.result_bytes);
+    else if (room.end == kEndWords && threadIdx.x == 0)
+        call.own->drawn[call.kind][0] = call.own->drawn[call.kind][1] = 0;
     if (threadIdx.x == 0) ptx::stamp_end();
 }
 

@@ -37,12 +37,24 @@ STATIC_BYTES = 1024
 class How(NamedTuple):
     """How a launch goes about it, which changes no bit. threads: of a block, 256, 512 or 640, all of which
     route; more leave too few registers for those that multiply. into_l2: steps of a block's first tile whose
-    weights are asked into L2 while rows are placed, behind those that it has room for. fences: who waits for
-    rows fences for the copy engine, as those that place them do; 0: these alone, for timing."""
+    weights are asked into L2 while rows are placed, behind those that it has room for. fences: for the copy
+    engine, 1: those that place rows and who waits for them; 0: the former alone, 2: the latter, which is
+    enough.
+
+    early: steps of its first tile whose weights a block asks for at once, 0: all that it has room for. pace:
+    nanoseconds from one further step to the next, until rows are placed; 0: none until then, and none into
+    L2. late: a tile is drawn when all of the one before has been asked for, 1: a block's second one, 2: all;
+    0: as the one before begins. aside: a warp that asks for nothing says that a block has dispatched. quick:
+    blocks take their tickets before their last tile is stored."""
 
     threads: int = 512
     into_l2: int = 0
     fences: int = 1
+    early: int = 0
+    pace: int = 0
+    late: int = 0
+    aside: int = 0
+    quick: int = 0
 
 
 BEST = ((2, 32, How()), (lay.SMALL_TOKENS, lay.MAX_BLOCKS, How(into_l2=8)))
@@ -64,7 +76,9 @@ class Computed(NamedTuple):
 def few_variant(*, local_ranks: int = 1, how: How = How()) -> Variant:  # noqa: B008 (immutable)
     """The kernel for so many ranks a launch."""
     both, routes = both_variant(weighted=True), (("ROUTE_THREADS", how.threads), ("ROUTE_FIRST", 0))
-    more = ("LOCAL_RANKS", local_ranks), ("INTO_L2", how.into_l2), ("FENCES_AGAIN", how.fences), *routes
+    ways = ("INTO_L2", how.into_l2), ("FENCES", how.fences), ("EARLY", how.early), ("PACE", how.pace)
+    ends = ("LATE_DRAWS", how.late), ("TOLD_ASIDE", how.aside), ("QUICK_ENDS", how.quick)
+    more = ("LOCAL_RANKS", local_ranks), *ways, *ends, *routes
     return replace(both, source=SOURCE, entry=ENTRY, defines=(*both.defines, *more))
 
 
