@@ -99,6 +99,14 @@ SERVING = [
         ("unit/test_serve_checkpoint.py::test_what_is_not_served",),
     ),
     Fault(
+        "prompts-as-they-become",
+        "serve/engine.py",
+        "a prompt that grows after it was looked at is written behind its slot",
+        "            answer.request = replace(request, prompt=tuple(request.prompt))\n",
+        "",
+        ("unit/test_serve.py::test_a_prompt_that_changes_later_is_answered_as_it_was",),
+    ),
+    Fault(
         "two-models-at-once",
         "bench/serve/command.py",
         "the model of a way waits for Python's collector beside the next way's",

@@ -196,6 +196,20 @@ def test_what_is_no_request_is_refused_between_others(prompt: Any, wanted: Any, 
     assert [len(answer.tokens) for answer in good] == [4, 4, 4]
 
 
+def test_a_prompt_that_changes_later_is_answered_as_it_was() -> None:
+    """As that of a conversation, which grows while it is served; it would outgrow its slot."""
+    engine = Engine(make(), Settings(slots=1, room=12, chunk=(1, 4)))
+    whole = engine.submit(Request(prompt=[5, 6, 7, 8, 9], max_tokens=4))
+    engine.run()
+    growing = [5, 6, 7, 8, 9]
+    answer = engine.submit(Request(prompt=growing, max_tokens=4))
+    engine.step()
+    growing += [VOCABULARY] * 20
+    engine.run()
+    assert answer.tokens == whole.tokens
+    assert answer.request.prompt == (5, 6, 7, 8, 9)
+
+
 def test_whole_numbers_of_numpy_are_tokens() -> None:
     engine = Engine(make(), Settings(slots=1, room=12, chunk=(1, 8)))
     answer = engine.submit(Request(prompt=list(np.array([1, 2])), max_tokens=np.int32(3)))  # type: ignore[arg-type]

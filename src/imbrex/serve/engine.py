@@ -23,7 +23,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import chain, islice
 
@@ -180,11 +180,14 @@ class Engine:
         self.programs: dict[int | str, Callable[[], None]] = {**self._capture()}
 
     def submit(self, request: Request) -> Answer:
-        """Queue a request. Returns its answer, which is refused at once if it cannot be given."""
+        """Queue a request. Returns its answer, which is refused at once if it cannot be given. The prompt is
+        copied."""
         answer = Answer(request)
         vocabulary = self.model.config.vocabulary
         answer.refused = why_not_request(request, vocabulary=vocabulary, room=self.settings.room)
         if answer.refused is None:
+            # What was looked at is what is served.
+            answer.request = replace(request, prompt=tuple(request.prompt))
             self.waiting.append(answer)
         else:
             self._end(answer)
