@@ -75,7 +75,7 @@ def loops() -> Table:
     head += ["no step ran, %"] * any("no_step_share" in row for row in rows)
     body, used = [], []
     loads = (row["case"] for row in select(rows, impl="auto"))
-    for case in sorted(loads, key=lambda case: (case["input"], case["users"])):
+    for case in sorted(loads, key=lambda case: (case["input"], case["output"], case["users"])):
         for way in LOOPS:
             for row in select(rows, impl=way, case=case):
                 gaps = f"{row['gap_ms']['p50']:.1f}, {row['gap_ms']['p99']:.1f}"

@@ -114,8 +114,8 @@ def test_a_rival_of_serving_is_beside_ours_of_its_own_run(monkeypatch: pytest.Mo
 
 
 def test_loops_of_serving_say_when_no_step_ran_where_it_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def loop(run: int, impl: str, **more: float) -> dict[str, Any]:
-        case = {"input": 8, "output": 4, "users": 2}
+    def loop(run: int, impl: str, *, output: int = 4, users: int = 2, **more: float) -> dict[str, Any]:
+        case = {"input": 8, "output": output, "users": users}
         figures = {"tokens_per_s_gpu": 1.0, "tokens_per_s_user": 1.0, "gap_ms": {"p50": 1.0, "p99": 1.0}}
         return {"run": run, "impl": impl, "case": case} | figures | more
 
@@ -124,6 +124,15 @@ def test_loops_of_serving_say_when_no_step_ran_where_it_was_timed(monkeypatch: p
     assert serving.loops().head[-1] == "ms a token, median, p99"
     monkeypatch.setattr(serving, "read", lambda name: [*older, loop(1, "auto", no_step_share=0.0123)])
     assert [line["no step ran, %"] for line in lines_of(serving.loops())] == ["1.2", ""]
+    loads = [loop(0, "auto", output=n, users=u) for u in (2, 6) for n in (4, 9)]
+    monkeypatch.setattr(serving, "read", lambda name: loads)
+    lines = lines_of(serving.loops())
+    assert [(line["tokens in, out"], line["users"]) for line in lines] == [
+        ("8, 4", 2),
+        ("8, 4", 6),
+        ("8, 9", 2),
+        ("8, 9", 6),
+    ], "loads stand together"
 
 
 def test_what_serving_can_reach_is_of_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
