@@ -30,7 +30,6 @@ LONGEST = [
     "ranks/test_hierarchical",
     "ranks/test_tiered",
     "ranks/test_tiered_hostile",
-    "ranks/test_compile",
     "ranks/test_layer_nvlink",
     "ranks/test_memory",
     "ranks/test_tuning",
