@@ -70,21 +70,27 @@ LOOPS = {
 def loops() -> Table:
     """Closed loops of users on two GPUs, the newest of each."""
     newest = {(r["impl"], *r["case"].items()): r for r in sorted(read("serve_loops"), key=lambda r: r["run"])}
-    rows = list(newest.values())
-    head = ["tokens in, out", "users", "way", "tokens/s a GPU", "tokens/s a user", "ms a token, median, p99"]
-    head += ["no step ran, %"] * any("no_step_share" in row for row in rows)
-    body, used = [], []
-    loads = (row["case"] for row in select(rows, impl="auto"))
-    for case in sorted(loads, key=lambda case: (case["input"], case["output"], case["users"])):
-        for way in LOOPS:
-            for row in select(rows, impl=way, case=case):
-                gaps = f"{row['gap_ms']['p50']:.1f}, {row['gap_ms']['p99']:.1f}"
-                rates = [f"{row['tokens_per_s_gpu']:.0f}", f"{row['tokens_per_s_user']:.0f}"]
-                load = [f"{case['input']}, {case['output']}", case["users"]]
-                idle = [f"{100 * row['no_step_share']:.1f}" if "no_step_share" in row else ""]
-                body.append([*load, LOOPS[way], *rates, gaps, *idle][: len(head)])
-                used.append(row)
-    return Table(head=head, body=body, rows=used)
+    rows = sorted((r for r in newest.values() if r["impl"] in LOOPS), key=_loop_order)
+    drafting, idle = any(r["case"]["drafts"] for r in rows), any("no_step_share" in r for r in rows)
+    head = ["model", "tokens in, out", "users", "way", *["drafts (forced)"] * drafting, "tokens/s a GPU"]
+    head += ["tokens/s a user", "ms a token, median, p99", *["no step ran, %"] * idle]
+    body = []
+    for row in rows:
+        case, gap = row["case"], row["gap_ms"]
+        drafts = f"{case['drafts']} ({case['forced']:g})" if case["drafts"] else "0"
+        share = f"{100 * row['no_step_share']:.1f}" if "no_step_share" in row else ""
+        load = [NAMES[case["model"]], f"{case['input']}, {case['output']}", case["users"], LOOPS[row["impl"]]]
+        rates = [f"{row[name]:.0f}" for name in ("tokens_per_s_gpu", "tokens_per_s_user")]
+        gaps = f"{gap['p50']:.1f}, {gap['p99']:.1f}"
+        body.append([*load, *[drafts] * drafting, *rates, gaps, *[share] * idle])
+    return Table(head=head, body=body, rows=rows)
+
+
+def _loop_order(row: Row) -> tuple[int, ...]:
+    """Loads stand together, and in them ways."""
+    case = row["case"]
+    load = case["input"], case["output"], case["users"]
+    return list(NAMES).index(case["model"]), *load, list(LOOPS).index(row["impl"]), case["drafts"]
 
 
 AIM = 1.3

@@ -113,26 +113,31 @@ def test_a_rival_of_serving_is_beside_ours_of_its_own_run(monkeypatch: pytest.Mo
     assert [line["over the best rival"] for line in lines] == ["2.00", "2.00"], "8 over 4, not over 2"
 
 
-def test_loops_of_serving_say_when_no_step_ran_where_it_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def loop(run: int, impl: str, *, output: int = 4, users: int = 2, **more: float) -> dict[str, Any]:
-        case = {"input": 8, "output": output, "users": users}
-        figures = {"tokens_per_s_gpu": 1.0, "tokens_per_s_user": 1.0, "gap_ms": {"p50": 1.0, "p99": 1.0}}
-        return {"run": run, "impl": impl, "case": case} | figures | more
+def serving_loop(
+    impl: str = "auto", *, run: int = 0, share: float | None = None, **case: Any
+) -> dict[str, Any]:
+    load = {"model": "qwen3-30b-a3b", "input": 8, "output": 4, "users": 2, "drafts": 0}
+    figures = {"tokens_per_s_gpu": 1.0, "tokens_per_s_user": 1.0, "gap_ms": {"p50": 1.0, "p99": 1.0}}
+    figures |= {} if share is None else {"no_step_share": share}
+    return {"run": run, "impl": impl, "case": load | case} | figures
 
-    older = [loop(0, "auto"), loop(0, "alone")]
+
+def test_loops_of_serving_say_when_no_step_ran_where_it_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = [serving_loop(), serving_loop("alone")]
     monkeypatch.setattr(serving, "read", lambda name: older)
     assert serving.loops().head[-1] == "ms a token, median, p99"
-    monkeypatch.setattr(serving, "read", lambda name: [*older, loop(1, "auto", no_step_share=0.0123)])
+    monkeypatch.setattr(serving, "read", lambda name: [*older, serving_loop(run=1, share=0.0123)])
     assert [line["no step ran, %"] for line in lines_of(serving.loops())] == ["1.2", ""]
-    loads = [loop(0, "auto", output=n, users=u) for u in (2, 6) for n in (4, 9)]
-    monkeypatch.setattr(serving, "read", lambda name: loads)
-    lines = lines_of(serving.loops())
-    assert [(line["tokens in, out"], line["users"]) for line in lines] == [
-        ("8, 4", 2),
-        ("8, 4", 6),
-        ("8, 9", 2),
-        ("8, 9", 6),
-    ], "loads stand together"
+
+
+def test_loops_of_serving_stand_by_model_and_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [serving_loop(output=n, users=u) for u in (2, 6) for n in (4, 9)]
+    rows.append(serving_loop(model="deepseek-v3-8", drafts=1, forced=0.8))
+    rows.append(serving_loop(model="deepseek-v3-8"))
+    monkeypatch.setattr(serving, "read", lambda name: rows)
+    lines = [line[:3] + line[4:5] for line in map(list, serving.loops().body)]
+    qwen3 = [["Qwen3-30B-A3B", f"8, {n}", u, "0"] for n in (4, 9) for u in (2, 6)]
+    assert lines == [*qwen3, *(["DeepSeek-V3's widths, 8 layers", "8, 4", 2, n] for n in ("0", "1 (0.8)"))]
 
 
 def test_what_serving_can_reach_is_of_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
