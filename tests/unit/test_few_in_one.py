@@ -50,12 +50,19 @@ def words_of(few: Few) -> list[list[int]]:
     return few.exchange.heap.local[:, at : at + 8].clone().view(torch.int32).tolist()
 
 
+def stored_of(few: Few) -> list[int]:
+    """Blocks of every rank that have stored their results of the last call."""
+    at = CONTROL.drawn.offset + 8 * 6
+    return few.exchange.heap.local[:, at : at + 4].clone().view(torch.int32).flatten().tolist()
+
+
 def check_bits(few: Few, **how: Any) -> None:
-    """The same bits twice, and zeros again where blocks are counted."""
+    """The same bits twice, and zeros again where blocks are counted, but for those that have stored."""
     two = apart(few)
     for _ in range(2):
         assert differences(few, together(few, **how), two) == []
         assert words_of(few) == [[0, 0]] * few.case.ranks
+        assert stored_of(few) == [few.exchange.least_sms // few.case.ranks] * few.case.ranks
     assert products_status(-1).tolist() == [0]
 
 

@@ -118,6 +118,7 @@ struct Team {
 // This block has dispatched. One thread.
 __device__ __forceinline__ void tell_dispatched(const Call& call, bool whole) {
     if (call.block >= call.blocks) return;
+    if (call.block == 0) *exchange::stored_of(call) = 0;
     ptx::fence_gpu();
     if (QUICK_ENDS && !whole) {
         ptx::add_relaxed_gpu(exchange::told_of(call), kNotWhole);
@@ -178,6 +179,13 @@ __device__ __forceinline__ void dispatch_part(Call call, const Small& small, Roo
     room.whole = whole;
     room.end = kEndRows;
     if (!TOLD_ASIDE) tell_dispatched(call, whole);
+}
+
+// All that this block computes is in memory. One thread.
+__device__ __forceinline__ void tell_stored(const Call& call) {
+    ptx::fence_async();
+    ptx::fence_gpu();
+    ptx::add_relaxed_gpu(exchange::stored_of(call), 1);
 }
 
 // This block has seen rows placed and all of its tiles asked for, and waits for no dispatch any more: where
@@ -288,6 +296,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
         ptx::more_registers<Up::kConsumerRegisters>();
         while (!ptx::mbarrier_try(begun, 0)) {}
         consume_both(both_of(call, small, few), maps, shared);
+        if (threadIdx.x == 0) tell_stored(call);
     } else if (warp < 8) {
         ptx::fewer_registers<Up::kProducerRegisters>();
         if (warp == 4) {
