@@ -28,7 +28,9 @@ def test_memory_that_nobody_writes_is_no_anomaly(nccl: Pool, experts: str, sched
     assert nccl.run(2, run_watched, "nvlink", schedule, experts) == [True] * 2
 
 
+@pytest.mark.parametrize("tokens", [5, 600])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_gradients_are_those_of_a_plain_backward(nccl: Pool, schedule: str) -> None:
+def test_gradients_are_those_of_a_plain_backward(nccl: Pool, schedule: str, tokens: int) -> None:
+    """Of few tokens, which come in one kernel, and of more, whose rows fused kernels bring."""
     ways = [checkpointed, with_hooks_of_modules, with_another_graph]
-    assert nccl.run(2, run_steps, "nvlink", schedule, ways) == [[]] * 2
+    assert nccl.run(2, run_steps, "nvlink", schedule, ways, tokens) == [[]] * 2

@@ -11,11 +11,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import imbrex
-from imbrex.overlap import Events, Serial
+from imbrex.overlap import Events, Serial, chunks
+from imbrex.placement import from_slots
 from tests.emulated import kernel
 from tests.ranks.emulated_nvlink import EmulatedNvlink
 from tests.ranks.layer_jobs import Case, make_layer
 from tests.ranks.pool import Pool, Ranks
+from tests.ranks.test_fused import emulating, inputs_of
+from tests.ranks.test_fused_moving import CONFIG as KERNELS
+from tests.ranks.test_fused_moving import Housed
 from tests.ranks.test_layer import relative
 
 CONFIG = imbrex.MoEConfig(
@@ -37,8 +41,10 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
-def make(ranks: Ranks, transport: str, schedule: str, experts: str = "auto") -> tuple[Any, Tensor]:
-    """A layer of a new group of its own parts, and tokens."""
+def make(
+    ranks: Ranks, transport: str, schedule: str, experts: str = "auto", tokens: int = 5
+) -> tuple[Any, Tensor]:
+    """A layer of a new group of its own parts, and tokens: so many, and more on other ranks."""
     emulated = ranks.device == "cpu" and transport == "nvlink"
     over = EmulatedNvlink(ranks.group, timeout=60.0) if emulated else transport
     options = {"transport": over, "schedule": SCHEDULES[schedule], "experts": experts}
@@ -46,7 +52,7 @@ def make(ranks: Ranks, transport: str, schedule: str, experts: str = "auto") -> 
     torch.manual_seed(0)
     layer: Any = make_layer(Case(config=CONFIG, dtype=dtype, options=options), ranks.group, ranks.device)
     torch.manual_seed(ranks.rank)
-    return layer, torch.randn(5 + 4 * ranks.rank, 64, device=ranks.device, dtype=dtype).requires_grad_()
+    return layer, torch.randn(tokens + 4 * ranks.rank, 64, device=ranks.device, dtype=dtype).requires_grad_()
 
 
 def go_back(y_TD: Tensor) -> None:
@@ -95,12 +101,14 @@ def with_another_graph(layer: Any, x_TD: Tensor) -> None:
         parameter.grad = gradient
 
 
-def run_steps(ranks: Ranks, transport: str, schedule: str, ways: list[Callable[..., None]]) -> list[str]:
+def run_steps(
+    ranks: Ranks, transport: str, schedule: str, ways: list[Callable[..., None]], tokens: int = 5
+) -> list[str]:
     """The gradients that differ from those of a plain backward, by way."""
     differ: list[str] = []
     usual: dict[str, Any] = {}
     for way in (plain, *ways):
-        layer, x_TD = make(ranks, transport, schedule)
+        layer, x_TD = make(ranks, transport, schedule, tokens=tokens)
         way(layer, x_TD)
         gradients: dict[str, Any] = {"x": x_TD.grad}
         gradients |= {name: p.grad for name, p in layer.named_parameters()}
@@ -125,6 +133,42 @@ def test_gradients_are_those_of_a_plain_backward(pool: Pool, transport: str, sch
         with_another_graph,
     ]
     assert pool.run(2, run_steps, transport, schedule, ways) == [[]] * 2
+
+
+def run_under_way(ranks: Ranks, schedule: str) -> tuple[list[bool], int]:
+    """Whether gradients of fused kernels are those of a plain backward where it asks others for what was
+    saved; and how many rows of dy came beside their product, which was that of the plain one."""
+    ways, usual, staged = (plain, checkpointed, saved_elsewhere, checkpointed_reentrant), [], []
+    same: list[bool] = []
+    with emulating(ranks) as (nvlink, _), pytest.MonkeyPatch.context() as patch:
+        bring = chunks.bring_gradient
+        patch.setattr(chunks, "bring_gradient", lambda *args: staged.append(1) or bring(*args))
+        for way in ways:
+            torch.manual_seed(1)
+            place = from_slots([[0, 1, 2, 3], [4, 5, 6, 7]], 8)
+            layer = imbrex.MoELayer(
+                *(KERNELS, ranks.group),
+                placement=place,
+                transport=nvlink,
+                schedule=SCHEDULES[schedule],
+                experts=Housed(place.local(ranks.rank)),
+                dtype=torch.bfloat16,
+            )
+            x_TD = inputs_of(ranks.rank, 20 + 9 * ranks.rank)[0]
+            way(layer, x_TD)
+            gradients = [x_TD.grad, *(p.grad for p in layer.parameters())]
+            usual = usual or gradients
+            same.append(all(torch.equal(a, b) for a, b in zip(gradients, usual, strict=True)))  # pyright: ignore
+            layer.check(synchronize=True)
+    return same, len(staged)
+
+
+@NEEDS_GPP
+@pytest.mark.parametrize("schedule", ["fused", "events"])
+def test_no_gradient_is_under_way_while_a_forward_runs_again(pool: Pool, schedule: str) -> None:
+    """It would wait for rows that are staged for the forward's kernels by then. In a checkpoint of torch's
+    older kind the forward has run again before."""
+    assert pool.run(2, run_under_way, schedule) == [([True] * 4, 2)] * 2
 
 
 def run_watched(ranks: Ranks, transport: str, schedule: str, experts: str = "auto") -> bool:

@@ -49,6 +49,12 @@ def hooks_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
             hooks.update(copy)
 
 
+def saves_elsewhere() -> bool:
+    """Whether a caller's hooks keep what is saved for a backward. Activation checkpointing has such hooks,
+    which run the forward again in the middle of its backward; torch has no open door to them."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def looks_for_nan() -> bool:
     """Whether autograd raises where a function returns NaN, as `torch.autograd.set_detect_anomaly` asks: rows
     that nobody writes must not be there then. Not in a compiled graph: its backward is one function."""

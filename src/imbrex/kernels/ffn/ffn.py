@@ -39,6 +39,7 @@ from imbrex.kernels.gemm.gemm import (
 from imbrex.kernels.gemm.tiling import gemm_choices
 from imbrex.kernels.jit import Variant
 from imbrex.runtime.deferred import Deferral, recording
+from imbrex.runtime.gradients import saves_elsewhere
 from imbrex.runtime.tracing import differentiated, once_differentiable, traced
 
 # Plain dispatcher registrations: `custom_op` adds host time to every call.
@@ -461,7 +462,9 @@ class Ffn(torch.autograd.Function):
         ctx.save_for_backward(rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG)
         ctx.gradients, ctx.deferral = backward
         leaves = beside is not None and beside.leave is not None
-        ctx.brings, ctx.beside = leaves and can_bring_gradient(down_eDF), ALONE
+        # Whoever is asked for saved tensors may run the forward again, behind which no gradient is under way.
+        ctx.brings = leaves and can_bring_gradient(down_eDF) and not saves_elsewhere()
+        ctx.beside = ALONE
         ctx.consumed = ctx.over = False
         return y_RD
 
