@@ -99,6 +99,16 @@ def together(few: Few, sms: int = 3, **how: Any) -> Result:
     return done[:3]
 
 
+def summed(few: Few, results: Tensor, routed: Routed, **behind: int) -> Tensor:
+    """Every token's sum [L, most tokens, D], zeros where a rank has fewer."""
+    how: Any = {"weighted": False, **behind}
+    y_LTD = few.exchange.combine(results.view(few.case.ranks, -1, few.case.width), routed, num_sms=2, **how)
+    few.exchange.check(synchronize=True)
+    for me, tokens in enumerate(few.case.tokens):
+        y_LTD.view(few.case.ranks, -1, few.case.width)[me, tokens:] = 0
+    return y_LTD
+
+
 def differences(few: Few, one: Result, two: Result) -> list[str]:
     """What differs: rows that are there, where tokens go, weights of rows and numbers of them."""
     ranks, width = few.case.ranks, few.case.width

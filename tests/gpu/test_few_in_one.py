@@ -12,7 +12,7 @@ from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.kernels.fused.few import How, dispatch_and_experts
 from imbrex.kernels.gemm.gemm import check_products
 from imbrex.placement.layouts import contiguous
-from tests.emulated.few import Few, apart, begin, differences, together
+from tests.emulated.few import Few, apart, begin, differences, summed, together
 from tests.emulated.scenario import Case, make_inputs
 from tests.gpu.sanitizer import check_tests
 
@@ -52,13 +52,50 @@ def test_the_bits_of_a_dispatch_and_its_experts(world: int, tokens: int, skew: f
     check_products(few.exchange.device.index or 0)
 
 
-@pytest.mark.parametrize("how", [How(256), How(512), How(512, 8), How(640)])
+HOWS = [
+    How(256),
+    How(512),
+    How(512, 8),
+    How(640),
+    How(into_l2=8, fences=2, early=2, pace=400, late=2, aside=1, quick=1, stored=1),
+    How(early=1, late=1),
+]
+
+
+@pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize(("width", "inner"), [(2048, 768), (7168, 2048), (264, 136)])
 def test_sizes_of_models(width: int, inner: int, how: How) -> None:
     few = few_of(1, 16, width=width, inner=inner)
     two = apart(few, 64)
     for _ in range(20):
         assert differences(few, together(few, 64, how=how), two) == []
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("how", [HOWS[2], HOWS[4], HOWS[4]._replace(quick=0)])
+def test_sums_right_behind(world: int, how: How) -> None:
+    """In a graph of eight layers, so that every kernel begins beside the one before."""
+    few, sms = few_of(world, 16, width=2048, inner=768), SMS[world]
+    rows, routed, _ = apart(few, sms)
+    wanted, graph = summed(few, rows, routed), torch.cuda.CUDAGraph()
+
+    def layer() -> torch.Tensor:
+        done = dispatch_and_experts(few.exchange, few.tensors, few.experts, sms, how=how)
+        ends = {"weighted": False, "behind": done.behind}
+        return few.exchange.combine(done.out, done.routed, num_sms=64 // world, **ends)
+
+    layer()
+    with torch.cuda.graph(graph):
+        sums = [layer() for _ in range(8)]
+    for replay in range(50):
+        for y_LTD in sums:
+            y_LTD.fill_(torch.nan)
+        graph.replay()
+        few.exchange.check(synchronize=True)
+        for y_LTD in sums:
+            for me, tokens in enumerate(few.case.tokens):
+                y_TD, wanted_TD = (y.view(world, -1, 2048)[me, :tokens] for y in (y_LTD, wanted))
+                assert torch.equal(y_TD, wanted_TD), f"replay {replay}"
 
 
 @pytest.mark.parametrize("name", ["no rows", "one rank has all", "all dispatch", "few dispatch"])
@@ -85,7 +122,8 @@ def test_a_rank_that_never_comes_leaves_no_rows() -> None:
     assert done.out.isnan().all()
 
 
+@pytest.mark.parametrize("how", ["how1", "how4"])
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 @pytest.mark.timeout(300)
-def test_compute_sanitizer_finds_nothing(tool: str) -> None:
-    check_tests(tool, f"{__file__}::test_sizes_of_models[264-136-how1]")
+def test_compute_sanitizer_finds_nothing(tool: str, how: str) -> None:
+    check_tests(tool, f"{__file__}::test_sizes_of_models[264-136-{how}]")

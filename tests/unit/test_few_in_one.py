@@ -16,13 +16,13 @@ from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.kernels.exchange.groups import empty_groups
 from imbrex.kernels.ffn.glue import COUNTERS
-from imbrex.kernels.fused.few import How, best_way, run_few, why_not_few
+from imbrex.kernels.fused.few import How, best_way, dispatch_and_experts, run_few, why_not_few
 from imbrex.kernels.gemm.gemm import products_status
 from imbrex.kernels.jit import KernelError, Variant
 from imbrex.kernels.structs import struct
 from imbrex.placement.layouts import contiguous, from_slots
 from tests.emulated import kernel
-from tests.emulated.few import Few, apart, begin, differences, loader, shared_of, together
+from tests.emulated.few import Few, apart, begin, differences, loader, shared_of, summed, together
 from tests.emulated.gemm import STATIC_BYTES, Edits, EmulatedKernel, emulate
 from tests.emulated.out_of_step import OutOfStep
 from tests.emulated.scenario import Case, make_inputs
@@ -130,6 +130,17 @@ def test_steps_that_were_not_asked_for_early_are_asked_for(
     case = replace(TWO, width=9 * 64)
     few = make(monkeypatch, case, edits=(LATE,) if late else ())
     check_bits(few, how=how)
+
+
+@pytest.mark.parametrize("how", [How(), How(stored=1), How(stored=1, quick=1)])
+def test_sums_right_behind(monkeypatch: pytest.MonkeyPatch, how: How) -> None:
+    few = make(monkeypatch, TWO)
+    rows, routed, _ = apart(few)
+    wanted = summed(few, rows, routed)
+    for _ in range(2):
+        done = dispatch_and_experts(few.exchange, few.tensors, few.experts, 3, how=how)
+        assert done.behind == 3 - lay.small_pushers(2, 3) + (how.stored * BLOCKS << 16)
+        assert torch.equal(summed(few, done.out, done.routed, behind=done.behind), wanted)
 
 
 def test_blocks_say_when_they_come_where(monkeypatch: pytest.MonkeyPatch) -> None:
