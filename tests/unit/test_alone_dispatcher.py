@@ -275,3 +275,17 @@ def test_counts_must_fit_into_a_multiprocessor(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: room)
     assert choices.why_not_ordered(1294, 41) is None
     assert "at most 1294 experts, not 1295" in str(choices.why_not_ordered(1295, 41))
+
+
+@pytest.mark.untraced
+def test_a_compiler_may_not_know_how_many_experts_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a model's blocks have unlike numbers, and one graph serves them (docs/layer.md)."""
+    monkeypatch.setattr(choices, "why_not_portable", lambda _: None)
+    room = SimpleNamespace(shared_memory_per_block_optin=99 * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: room)
+
+    def run(x: torch.Tensor, experts: int) -> torch.Tensor:
+        return x + 1 if experts <= choices.most_ordered(42) else x
+
+    compiled = torch.compile(run, backend="eager", fullgraph=True, dynamic=True)
+    assert [compiled(torch.zeros(3), experts)[0].item() for experts in (4, 8, 1294, 1295)] == [1, 1, 1, 0]

@@ -42,6 +42,7 @@ from imbrex.kernels.rows.choices import (
     MOST_EXPERTS,
     MOST_FEW,
     Order,
+    most_ordered,
     order_choices,
     order_few,
     why_not_ordered,
@@ -108,7 +109,7 @@ class AloneDispatcher(DispatcherBase):
         """Whether there are kernels for these tokens on their device."""
         if self.why_not_geometry is not None or not x_TD.is_cuda or x_TD.dtype != DTYPE or not plain(x_TD):
             return False
-        return why_not_ordered(self.geometry.placement.num_experts, x_TD.get_device()) is None
+        return self.geometry.placement.num_experts <= most_ordered(x_TD.get_device())
 
     def run_whole(
         self, x_TD: Tensor, routing: Routing, experts: Experts, addend: Callable[[], Tensor] | None

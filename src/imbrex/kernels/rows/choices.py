@@ -46,17 +46,24 @@ def _kernel(entry: str, rounds: int, device: torch.device) -> Kernel:
 
 
 @asked_once
+def most_ordered(device: int | None = None) -> int:
+    """The most experts whose choices these kernels order on CUDA device `device` (default: the current one);
+    0 where they do not run. A compiler can compare it with a number that only the run knows."""
+    if why_not_portable(device) is not None:
+        return 0
+    here = torch.cuda.current_device() if device is None else device
+    room = torch.cuda.get_device_properties(here).shared_memory_per_block_optin
+    return (room // 4 - MOST_FEW - 1) // (_WARPS + 2)
+
+
 def why_not_ordered(experts: int, device: int | None = None) -> str | None:
     """Why these kernels do not order choices of so many experts on CUDA device `device` (default: the current
     one), or `None`."""
-    if (reason := why_not_portable(device)) is not None:
-        return reason
-    here = torch.cuda.current_device() if device is None else device
-    room = torch.cuda.get_device_properties(here).shared_memory_per_block_optin
-    limit = (room // 4 - MOST_FEW - 1) // (_WARPS + 2)
-    if experts > limit:
-        return f"this GPU's multiprocessors hold counts of at most {limit} experts, not {experts}"
-    return None
+    limit = most_ordered(device)
+    if experts <= limit:
+        return None
+    full = f"this GPU's multiprocessors hold counts of at most {limit} experts, not {experts}"
+    return why_not_portable(device) or full
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
