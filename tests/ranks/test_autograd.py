@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import GraphExecGroup, checkpoint
 
 import imbrex
 from imbrex.overlap import Events, Serial, chunks
@@ -73,6 +73,17 @@ def checkpointed(layer: Any, x_TD: Tensor) -> None:
     go_back(checkpoint(layer, x_TD, use_reentrant=False))
 
 
+def checkpointed_once(layer: Any, x_TD: Tensor) -> None:
+    """One forward more, whatever the parts of a backward."""
+    calls = []
+    hook = layer.gate.register_forward_hook(lambda *_: calls.append(1))
+    y_TD = checkpoint(layer, x_TD, use_reentrant=False)
+    with GraphExecGroup():
+        go_back(y_TD)
+    hook.remove()
+    assert len(calls) == 2
+
+
 def checkpointed_reentrant(layer: Any, x_TD: Tensor) -> None:
     go_back(checkpoint(layer, x_TD, use_reentrant=True))
 
@@ -127,6 +138,7 @@ def test_gradients_are_those_of_a_plain_backward(pool: Pool, transport: str, sch
     ways = [
         saved_elsewhere,
         checkpointed,
+        checkpointed_once,
         checkpointed_reentrant,
         evaluated_before,
         with_hooks_of_modules,
