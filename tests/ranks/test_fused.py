@@ -436,6 +436,26 @@ def test_ranks_that_disagree_hear_it(pool: Pool) -> None:
         assert "disagree about what is called" in message
 
 
+def run_other_roles(ranks: Ranks) -> list[str]:
+    """The errors of two calls of ranks that stage tokens by other numbers of blocks."""
+    said = []
+    with an_exchange(ranks) as (exchange, _):
+        strategy, experts = Fused(Roles(stage=2 - ranks.rank)), Kernels(ranks.rank, train_down=True)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="schedule") as caught:
+                strategy.run(*inputs_of(ranks.rank, 20), exchange, experts, None)
+            said.append(str(caught.value))
+    return said
+
+
+def test_ranks_of_other_roles_hear_it(pool: Pool) -> None:
+    """They would wait for blocks of each other that there are not, until the time-out."""
+    for rank, said in enumerate(pool.run(2, run_other_roles)):
+        for sentence in said:
+            assert sentence.startswith(f"schedule: rank {1 - rank} moves 1 chunks in another order than ")
+            assert "or by other roles" in sentence
+
+
 SECONDS = {
     Roles(): (1.0, 1.0),
     Roles(32, 8): (0.995, 2.0),

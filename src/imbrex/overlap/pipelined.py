@@ -157,7 +157,7 @@ class Pipelined:
 
     def _agree(self, exchange: RowExchange) -> Orders:
         """The orders, compared with all ranks once per exchange: ranks that start their moves in different
-        orders would wait for each other forever."""
+        orders, or make tokens ready by other numbers of blocks, would wait for each other forever."""
         if exchange in self._agreed:
             return self.orders()
         problem, orders = None, None
@@ -166,7 +166,7 @@ class Pipelined:
         except ValueError as error:
             problem = error
         moves = None if orders is None else (orders.forward.moves, orders.backward.moves)
-        checksum = zlib.crc32(repr(moves).encode())
+        checksum = zlib.crc32(repr((moves, self.roles)).encode())
         message = words(problem is not None, self.degree, checksum)
         gathered = exchange.transport.exchange_counts(message)
         if problem is not None:
@@ -179,7 +179,8 @@ class Pipelined:
             if (degree, other) != (self.degree, checksum):
                 raise ValueError(
                     f"schedule: rank {rank} moves {degree} chunks in another order than this rank its "
-                    f"{self.degree}; give every rank the same schedule, made from the same times"
+                    f"{self.degree}, or by other roles; give every rank the same schedule, made from the "
+                    "same times"
                 )
         self._agreed.add(exchange)
         assert orders is not None
