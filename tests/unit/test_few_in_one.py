@@ -16,7 +16,7 @@ from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.kernels.exchange.groups import empty_groups
 from imbrex.kernels.ffn.glue import COUNTERS
-from imbrex.kernels.fused.few import How, best_way, dispatch_and_experts, run_few, why_not_few
+from imbrex.kernels.fused.few import FASTEST, How, best_way, dispatch_and_experts, run_few, why_not_few
 from imbrex.kernels.gemm.gemm import products_status
 from imbrex.kernels.jit import KernelError, Variant
 from imbrex.kernels.structs import struct
@@ -101,7 +101,7 @@ def test_as_many_push_as_where_a_peer_takes_two_launches() -> None:
             few = best_way(tokens, sms)[0]
             assert 0 < few <= sms
             assert lay.small_pushers(ranks, few) == lay.small_pushers(ranks, sms)
-    assert [best_way(tokens, 64) for tokens in (1, 4)] == [(32, How()), (64, How(into_l2=8))]
+    assert [best_way(tokens, 64) for tokens in (1, 16)] == [(32, FASTEST), (32, FASTEST)]
 
 
 WAYS = {

@@ -61,10 +61,11 @@ class How(NamedTuple):
     stored: int = 0
 
 
-BEST = ((2, 32, How()), (lay.SMALL_TOKENS, lay.MAX_BLOCKS, How(into_l2=8)))
+FASTEST = How(into_l2=8, fences=2, early=2, pace=600, late=2, aside=1, quick=1)
+BEST = ((16, 32, FASTEST), (lay.SMALL_TOKENS, lay.MAX_BLOCKS, FASTEST))
 """Up to so many tokens a rank: multiprocessors that dispatch, at most, and the way. The fastest of what was
-timed on one H100 with 1, 4, 16 and 128 tokens (docs/LOG.md, 2026-11-27, "a small dispatch and both products
-in one launch"). 32 or more, with which as many push as with all (`lay.small_pushers`): peers wait for it."""
+timed on one H100 with 1, 4, 16 and 128 tokens (docs/LOG.md, 2026-11-28, "the one kernel is faster"), or
+within 1 % of it. 32 or more, with which as many push as with all (`lay.small_pushers`): peers wait for it."""
 
 
 class Computed(NamedTuple):
