@@ -88,7 +88,7 @@ def few_variant(*, local_ranks: int = 1, how: How = How()) -> Variant:  # noqa: 
 
 
 def shipped_variants() -> list[Variant]:
-    return [*(few_variant(how=how) for _, _, how in BEST), REDUCE_BEHIND]
+    return [*dict.fromkeys(few_variant(how=how) for _, _, how in BEST), REDUCE_BEHIND]
 
 
 def best_way(tokens: int, sms: int) -> tuple[int, How]:
