@@ -112,6 +112,7 @@ WAYS = {
     "a step early, others slowly": How(early=1, pace=1, into_l2=2, late=1),
     "others slowly into L2": How(pace=1, into_l2=2),
     "another warp counts, quick ends": How(aside=1, quick=1),
+    "whole rows": How(parts=1),
 }
 
 

@@ -48,7 +48,8 @@ class How(NamedTuple):
 
     aside: a warp that asks for nothing says that a block has dispatched. quick: blocks take their tickets
     before their last tile is stored. stored: sums right behind begin when all blocks have said that their
-    results are, and do not wait for the launch to end."""
+    results are, and do not wait for the launch to end. parts: in which a row is placed, each by a warp, of
+    which there are fewer than in a dispatch alone; 0: as many as there."""
 
     threads: int = 512
     into_l2: int = 0
@@ -59,6 +60,7 @@ class How(NamedTuple):
     aside: int = 0
     quick: int = 0
     stored: int = 0
+    parts: int = 0
 
 
 FASTEST = How(into_l2=8, fences=2, early=2, pace=600, late=2, aside=1, quick=1)
@@ -154,6 +156,7 @@ def run_few(
     assert small.sms <= blocks, "every block has a multiprocessor: they wait for each other"
     assert out.shape[1] <= small.rows.shape[1]
     args = _few_args(small, out, tuple(down_eDF.shape))
+    small.args.parts = how.parts or small.args.parts
     block = blocks, how.threads, max(small.shared, shared_bytes(len(down_eDF)))
     variant, maps = few_variant(local_ranks=ranks, how=how), _maps(small, experts, act, out)
     exchange.launch_small(variant, block, small, [args, maps])
