@@ -7,9 +7,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 
-from imbrex.runtime.tracing import differentiated, plain
+from imbrex.runtime.tracing import autocast_on, differentiated, plain
 
 LARGE = 32 << 20
 """Bytes of a shared expert's activations from which on a backward computes them again instead of keeping
@@ -19,14 +24,18 @@ them. Of fewer the two products take less time than the host takes for a node in
 class LastProduct(nn.Linear):
     """Torch's linear layer, which can say whether it only multiplies."""
 
-    @property
-    def only_multiplies(self) -> bool:
-        """Whether no hook or other function changes, or reads, what goes in or comes out."""
+    def only_multiplies(self, act_TF: Tensor) -> bool:
+        """Whether it multiplies in the dtype of what goes in, and no hook or other function changes, or
+        reads, what goes in or comes out."""
         if self.bias is not None or not plain(self.weight) or "forward" in vars(self):
             return False
+        kind = act_TF.device.type
+        dtype = torch.get_autocast_dtype(kind) if autocast_on(act_TF) else self.weight.dtype
         before = self._forward_pre_hooks or _global_forward_pre_hooks
         behind = self._forward_hooks or _global_forward_hooks
-        return not (before or behind or self._backward_hooks or self._backward_pre_hooks)
+        back = self._backward_hooks or self._backward_pre_hooks
+        back = back or _global_backward_hooks or _global_backward_pre_hooks
+        return dtype == act_TF.dtype and not (before or behind or back)
 
 
 class SharedExpert(nn.Module):
@@ -50,8 +59,8 @@ class SharedExpert(nn.Module):
         gate_TF, up_TF = self.gate_proj(x_TD), self.up_proj(x_TD)
         down: nn.Module = self.down_proj
         large = not torch.compiler.is_compiling() and up_TF.nbytes >= LARGE and up_TF.dim() == 2
-        learns = large and differentiated(gate_TF, up_TF)
-        if learns and type(down) is LastProduct and down.only_multiplies:
+        learns = large and gate_TF.dtype == up_TF.dtype and differentiated(gate_TF, up_TF)
+        if learns and type(down) is LastProduct and down.only_multiplies(up_TF):
             # Autocast's product would take the weight in this dtype, too.
             return _Down.apply(gate_TF, up_TF, down.weight.to(up_TF.dtype))
         return down(F.silu(gate_TF) * up_TF)
