@@ -147,6 +147,21 @@ def test_gradients_are_those_of_a_plain_backward(pool: Pool, transport: str, sch
     assert pool.run(2, run_steps, transport, schedule, ways) == [[]] * 2
 
 
+def over_kernels(ranks: Ranks, nvlink: Any, schedule: str) -> tuple[Any, Tensor]:
+    """A layer over emulated kernels, of which fused ones bring rows, and tokens."""
+    torch.manual_seed(1)
+    place = from_slots([[0, 1, 2, 3], [4, 5, 6, 7]], 8)
+    layer = imbrex.MoELayer(
+        *(KERNELS, ranks.group),
+        placement=place,
+        transport=nvlink,
+        schedule=SCHEDULES[schedule],
+        experts=Housed(place.local(ranks.rank)),
+        dtype=torch.bfloat16,
+    )
+    return layer, inputs_of(ranks.rank, 20 + 9 * ranks.rank)[0]
+
+
 def run_under_way(ranks: Ranks, schedule: str) -> tuple[list[bool], int]:
     """Whether gradients of fused kernels are those of a plain backward where it asks others for what was
     saved; and how many rows of dy came beside their product, which was that of the plain one."""
@@ -156,17 +171,7 @@ def run_under_way(ranks: Ranks, schedule: str) -> tuple[list[bool], int]:
         bring = chunks.bring_gradient
         patch.setattr(chunks, "bring_gradient", lambda *args: staged.append(1) or bring(*args))
         for way in ways:
-            torch.manual_seed(1)
-            place = from_slots([[0, 1, 2, 3], [4, 5, 6, 7]], 8)
-            layer = imbrex.MoELayer(
-                *(KERNELS, ranks.group),
-                placement=place,
-                transport=nvlink,
-                schedule=SCHEDULES[schedule],
-                experts=Housed(place.local(ranks.rank)),
-                dtype=torch.bfloat16,
-            )
-            x_TD = inputs_of(ranks.rank, 20 + 9 * ranks.rank)[0]
+            layer, x_TD = over_kernels(ranks, nvlink, schedule)
             way(layer, x_TD)
             gradients = [x_TD.grad, *(p.grad for p in layer.parameters())]
             usual = usual or gradients
@@ -181,6 +186,34 @@ def test_no_gradient_is_under_way_while_a_forward_runs_again(pool: Pool, schedul
     """It would wait for rows that are staged for the forward's kernels by then. In a checkpoint of torch's
     older kind the forward has run again before."""
     assert pool.run(2, run_under_way, schedule) == [([True] * 4, 2)] * 2
+
+
+def run_experts_again(ranks: Ranks, schedule: str) -> list[bool]:
+    """Whether gradients are those of a plain backward where experts alone are checkpointed, and another call
+    comes between a forward and its backward."""
+    answers: list[list[Tensor]] = []
+    with emulating(ranks) as (nvlink, _):
+        for again in (False, True):
+            layer, x_TD = over_kernels(ranks, nvlink, schedule)
+            if again:
+                run = layer.experts.forward
+                layer.experts.forward = lambda rows, run=run: checkpoint(run, rows, use_reentrant=False)
+            with_another_graph(layer, x_TD)
+            answers.append([gradient_of(leaf) for leaf in (x_TD, *layer.parameters())])
+            layer.check(synchronize=True)
+    return [torch.equal(a, b) for a, b in zip(*answers, strict=True)]
+
+
+def gradient_of(leaf: Tensor) -> Tensor:
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+@NEEDS_GPP
+@pytest.mark.parametrize("schedule", ["serial", "fused", "events"])
+def test_experts_that_run_again_find_their_rows(pool: Pool, schedule: str) -> None:
+    """What is staged for kernels by then is of the other call."""
+    assert pool.run(2, run_experts_again, schedule) == [[True] * 4] * 2
 
 
 def run_watched(ranks: Ranks, transport: str, schedule: str, experts: str = "auto") -> bool:

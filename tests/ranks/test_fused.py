@@ -18,7 +18,7 @@ from imbrex.experts.experts import Experts
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.ffn.ffn import ffn
 from imbrex.kernels.fused import down_home, home, others_first
-from imbrex.kernels.fused.rows_out import bring_rows, rows_out
+from imbrex.kernels.fused.rows_out import bring_rows, rows_out, rows_out_once
 from imbrex.kernels.gemm.tiling import SHARED
 from imbrex.overlap import Auto, Fused, Serial, tuner
 from imbrex.placement import contiguous
@@ -68,7 +68,7 @@ class Kernels(torch.nn.Module):
 
     def forward(self, dispatched: imbrex.Dispatched) -> Tensor:
         self.brought += dispatched.form is RowForm.UNDER_WAY
-        beside = None if dispatched.form is RowForm.ROWS else rows_out(dispatched.beside)
+        beside = None if dispatched.form is RowForm.ROWS else rows_out_once(dispatched.beside)
         if beside is not None and self.leaves:
             beside = beside._replace(leave=dispatched.leave)
         weights_R = dispatched.handle.weights_R if self.applies_weights else None

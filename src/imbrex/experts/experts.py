@@ -23,7 +23,7 @@ from imbrex.kernels.ffn.glue import Groups
 from imbrex.kernels.ffn.operators import swiglu
 from imbrex.kernels.ffn.tokens import ffn_in_place
 from imbrex.kernels.ffn.widths import MULTIPLE, fits
-from imbrex.kernels.fused.rows_out import rows_out
+from imbrex.kernels.fused.rows_out import rows_out_once
 from imbrex.kernels.gemm.portable import describe_portable, why_grouped_is_faster
 
 Activation = Literal["swiglu", "gelu"]
@@ -186,8 +186,8 @@ class Experts(nn.Module):
         gate_up, down = self.gate_up_proj.to(rows_RD.dtype), self.down_proj.to(rows_RD.dtype)
         if self.implementation.startswith("kernels"):
             staged = dispatched.form is RowForm.UNDER_WAY
-            beside = rows_out(dispatched.beside) if staged else beside
-            if staged and self.unchanged:  # who changes the result reads it
+            beside = rows_out_once(dispatched.beside) if staged else beside
+            if staged and beside is not None and self.unchanged:  # who changes the result reads it
                 beside = beside._replace(leave=dispatched.leave)
             more = {"weights_R": weights_R, "gradients": self.gradient_sums, "beside": beside}
             return ffn(rows_RD, gate_up, down, counts_e, **more)

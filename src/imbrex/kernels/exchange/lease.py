@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class Staged:
     plan: the plan of the rows' groups (`kernels.ffn.glue.Groups`) of one rank, if it has been made.
     own_e2: int32, of one rank: memory for the first own row of every expert and the one behind its last, if
         the kernel that brings rows is to write them.
+    uses: a mark for every forward that has taken its rows.
     """
 
     x: Tensor
@@ -47,6 +48,7 @@ class Staged:
     movers: int | None = None
     plan: Tensor | None = None
     own_e2: Tensor | None = None
+    uses: list[None] = field(default_factory=list)
 
 
 def staged_rows(

@@ -82,6 +82,13 @@ def rows_out(staged: Staged, local: int = 0) -> Beside:
     )
 
 
+def rows_out_once(staged: Staged) -> Beside | None:
+    """`rows_out` for the first who asks; `None` for a forward that runs again, as in a checkpoint of the
+    experts alone: its rows are there, and what is staged may be another call's."""
+    staged.uses.append(None)
+    return rows_out(staged) if len(staged.uses) == 1 else None
+
+
 def _rows_of(staged: Staged, local: int) -> Struct:
     """The rows of one rank, as movers are told of them."""
     position = staged.position_LWTK[local]
