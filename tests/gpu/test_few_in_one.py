@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from imbrex.kernels.exchange.failures import ExchangeError
-from imbrex.kernels.fused.few import How, dispatch_and_experts
+from imbrex.kernels.fused.few import PLAIN, How, dispatch_and_experts
 from imbrex.kernels.gemm.gemm import check_products
 from imbrex.placement.layouts import contiguous
 from tests.emulated.few import Few, apart, begin, differences, summed, together
@@ -53,12 +53,12 @@ def test_the_bits_of_a_dispatch_and_its_experts(world: int, tokens: int, skew: f
 
 
 HOWS = [
-    How(256),
-    How(512),
-    How(512, 8),
-    How(640),
-    How(into_l2=8, fences=2, early=2, pace=400, late=2, aside=1, quick=1, stored=1),
-    How(early=1, late=1),
+    PLAIN._replace(threads=256),
+    PLAIN,
+    How(),
+    PLAIN._replace(threads=640),
+    How(stored=1, parts=3),
+    PLAIN._replace(early=1, late=1),
 ]
 
 
@@ -72,7 +72,7 @@ def test_sizes_of_models(width: int, inner: int, how: How) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("how", [HOWS[2], HOWS[4], HOWS[4]._replace(quick=0)])
+@pytest.mark.parametrize("how", [PLAIN, HOWS[2], HOWS[4]])
 def test_sums_right_behind(world: int, how: How) -> None:
     """In a graph of eight layers, so that every kernel begins beside the one before."""
     few, sms = few_of(world, 16, width=2048, inner=768), SMS[world]

@@ -16,7 +16,7 @@ from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.kernels.exchange.groups import empty_groups
 from imbrex.kernels.ffn.glue import COUNTERS
-from imbrex.kernels.fused.few import FASTEST, How, best_way, dispatch_and_experts, run_few, why_not_few
+from imbrex.kernels.fused.few import PLAIN, How, best_way, dispatch_and_experts, run_few, why_not_few
 from imbrex.kernels.gemm.gemm import products_status
 from imbrex.kernels.jit import KernelError, Variant
 from imbrex.kernels.structs import struct
@@ -101,17 +101,18 @@ def test_as_many_push_as_where_a_peer_takes_two_launches() -> None:
             few = best_way(tokens, sms)[0]
             assert 0 < few <= sms
             assert lay.small_pushers(ranks, few) == lay.small_pushers(ranks, sms)
-    assert [best_way(tokens, 64) for tokens in (1, 16)] == [(32, FASTEST), (32, FASTEST)]
+    assert [best_way(tokens, 64) for tokens in (1, 16)] == [(32, How())] * 2
 
 
 WAYS = {
-    "256 threads": How(256),
-    "640 threads, a step into L2": How(640, 1),
-    "who waits fences, draws late": How(fences=2, late=2),
-    "a step early": How(early=1),
-    "a step early, others slowly": How(early=1, pace=1, into_l2=2, late=1),
-    "others slowly into L2": How(pace=1, into_l2=2),
-    "another warp counts, quick ends": How(aside=1, quick=1),
+    "plain": PLAIN,
+    "256 threads": PLAIN._replace(threads=256),
+    "640 threads, a step into L2": PLAIN._replace(threads=640, into_l2=1),
+    "who waits fences, draws late": PLAIN._replace(fences=2, late=2),
+    "a step early": PLAIN._replace(early=1),
+    "a step early, others slowly": PLAIN._replace(early=1, pace=1, into_l2=2, late=1),
+    "others slowly into L2": PLAIN._replace(pace=1, into_l2=2),
+    "another warp counts, quick ends": PLAIN._replace(aside=1, quick=1),
     "whole rows": How(parts=1),
 }
 
@@ -122,7 +123,7 @@ def test_any_way_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, name: str) -
     check_bits(make(monkeypatch, TWO), how=WAYS[name])
 
 
-@pytest.mark.parametrize("how", [How(early=1), How(early=1, pace=1), How(early=1, late=2)])
+@pytest.mark.parametrize("how", [How(early=1), PLAIN._replace(early=1), How(early=1, pace=1)])
 @pytest.mark.parametrize("late", [False, True], ids=["rows at once", "rows late"])
 def test_steps_that_were_not_asked_for_early_are_asked_for(
     monkeypatch: pytest.MonkeyPatch, how: How, late: bool
@@ -133,7 +134,7 @@ def test_steps_that_were_not_asked_for_early_are_asked_for(
     check_bits(few, how=how)
 
 
-@pytest.mark.parametrize("how", [How(), How(stored=1), How(stored=1, quick=1)])
+@pytest.mark.parametrize("how", [How(), How(stored=1), PLAIN._replace(stored=1)])
 def test_sums_right_behind(monkeypatch: pytest.MonkeyPatch, how: How) -> None:
     few = make(monkeypatch, TWO)
     rows, routed, _ = apart(few)
@@ -294,7 +295,7 @@ def test_ranks_may_be_in_different_calls(monkeypatch: pytest.MonkeyPatch, seed: 
         assert torch.equal(memory[1][0, :live], wanted[call][0][rank, :live])
 
 
-@pytest.mark.parametrize("how", [How(), How(aside=1, quick=1)], ids=["as it is", "quick ends"])
+@pytest.mark.parametrize("how", [PLAIN, How()], ids=["plain", "quick ends"])
 def test_a_rank_that_never_comes_leaves_no_rows(monkeypatch: pytest.MonkeyPatch, how: How) -> None:
     """Products end, whoever was waited for, and nobody takes what they made for a result."""
     few = make(monkeypatch, TWO, timeout=0.5)

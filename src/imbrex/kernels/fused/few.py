@@ -52,19 +52,20 @@ class How(NamedTuple):
     which there are fewer than in a dispatch alone; 0: as many as there."""
 
     threads: int = 512
-    into_l2: int = 0
-    fences: int = 1
-    early: int = 0
-    pace: int = 0
-    late: int = 0
-    aside: int = 0
-    quick: int = 0
+    into_l2: int = 8
+    fences: int = 2
+    early: int = 2
+    pace: int = 600
+    late: int = 2
+    aside: int = 1
+    quick: int = 1
     stored: int = 0
     parts: int = 0
 
 
-FASTEST = How(into_l2=8, fences=2, early=2, pace=600, late=2, aside=1, quick=1)
-BEST = ((16, 32, FASTEST), (lay.SMALL_TOKENS, lay.MAX_BLOCKS, FASTEST))
+PLAIN = How(into_l2=0, fences=1, early=0, pace=0, late=0, aside=0, quick=0)
+"""The way without all that."""
+BEST = ((16, 32, How()), (lay.SMALL_TOKENS, lay.MAX_BLOCKS, How()))
 """Up to so many tokens a rank: multiprocessors that dispatch, at most, and the way. The fastest of what was
 timed on one H100 with 1, 4, 16 and 128 tokens (docs/LOG.md, 2026-11-28, "the one kernel is faster"), or
 within 1 % of it. 32 or more, with which as many push as with all (`lay.small_pushers`): peers wait for it."""
@@ -186,6 +187,7 @@ def _maps(small: SmallCall, experts: Sequence[Weights], act_LRF: Tensor, out_LRD
 
 
 __all__ = [
+    "PLAIN",
     "SOURCE",
     "How",
     "best_way",
