@@ -37,6 +37,18 @@ def test_work_that_waits_does_not_hold_up_the_next() -> None:
     lane.close()
 
 
+def test_work_is_in_inference_mode_where_its_caller_is() -> None:
+    """Nobody else can write to tensors that were made there."""
+    lane = Lane(torch.device("cpu"))
+    with torch.inference_mode():
+        numbers = torch.zeros(2)
+        lane.start(lambda: numbers.add_(1)).finish()
+    inside = lane.start(torch.is_inference_mode_enabled).finish()
+    lane.close()
+    assert numbers.tolist() == [1, 1]
+    assert not inside
+
+
 def test_a_line_on_a_cpu_is_the_caller() -> None:
     line, done = OrderedStream(torch.device("cpu")), []
     queued = [line.start(lambda number=number: done.append(number) or -number) for number in range(3)]

@@ -40,7 +40,7 @@ class Lane:
             return self._queue(work)
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._max_threads, thread_name_prefix="imbrex-lane")
-        return StartedWork(future=self._threads.submit(work))
+        return StartedWork(future=self._threads.submit(_run, work, torch.is_inference_mode_enabled()))
 
     def _queue(self, work: Callable[[], Any]) -> StartedWork:
         if self._stream is None:
@@ -54,6 +54,13 @@ class Lane:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None
+
+
+def _run(work: Callable[[], Any], inference: bool) -> Any:
+    """Run work on a lane's thread, in inference mode where its caller is: tensors made there can be written
+    nowhere else."""
+    with torch.inference_mode(inference):
+        return work()
 
 
 class StartedWork:
