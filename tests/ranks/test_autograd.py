@@ -162,6 +162,34 @@ def over_kernels(ranks: Ranks, nvlink: Any, schedule: str) -> tuple[Any, Tensor]
     return layer, inputs_of(ranks.rank, 20 + 9 * ranks.rank)[0]
 
 
+def run_frozen(ranks: Ranks, transport: str, schedule: str, autocast: bool) -> bool:
+    """Whether the tokens' gradients are the usual ones, and experts have none, that were frozen between a
+    forward and its backward."""
+    usual: Tensor | None = None
+    for freezes in (False, True):
+        layer, x_TD = make(ranks, transport, schedule)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y_TD = layer(x_TD)
+        layer.experts.requires_grad_(not freezes)
+        go_back(y_TD)
+        assert x_TD.grad is not None
+        usual = x_TD.grad if usual is None else usual
+        without = all((p.grad is None) == freezes for p in layer.experts.parameters())
+        if not without or not torch.equal(x_TD.grad, usual):
+            return False
+        layer.close()
+    return True
+
+
+@pytest.mark.parametrize(
+    ("schedule", "autocast"), [("serial", False), ("chunks", False), ("chunks", True), ("events", False)]
+)
+def test_experts_are_frozen_between_a_forward_and_its_backward(
+    pool: Pool, schedule: str, autocast: bool
+) -> None:
+    assert pool.run(2, run_frozen, "alltoall", schedule, autocast) == [True] * 2
+
+
 def run_under_way(ranks: Ranks, schedule: str) -> tuple[list[bool], int]:
     """Whether gradients of fused kernels are those of a plain backward where it asks others for what was
     saved; and how many rows of dy came beside their product, which was that of the plain one."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from imbrex.runtime.gradients import hooks_aside
+from imbrex.runtime.gradients import gradients_to, hooks_aside
 
 
 def gradients_of(
@@ -26,7 +26,7 @@ def gradients_of(
     gradients: list[Tensor | None] = [None] * len(leaves)
     if out_RD.requires_grad:
         with hooks_aside(parameters):
-            gradients = list(torch.autograd.grad(out_RD, leaves, d_out_RD, allow_unused=True))
+            gradients = gradients_to(leaves, out_RD, d_out_RD)
     d_rows_RD = gradients.pop(0)
     d_weights_R = None
     if weights_R is not None:

@@ -15,10 +15,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from imbrex.runtime.gradients import hooks_aside
+from imbrex.runtime.gradients import gradients_to, hooks_aside
 
 _current: ContextVar[Deferral | None] = ContextVar("imbrex_deferral", default=None)
 
@@ -74,7 +73,7 @@ class Deferral:
                 gradients[place] = d_weight
                 continue
             with hooks_aside(parameters):
-                more = torch.autograd.grad(weight, parameters, d_weight, allow_unused=True)
+                more = gradients_to(parameters, weight, d_weight)
             gradients = [added(total, grad) for total, grad in zip(gradients, more, strict=True)]
         self._products.clear()
         return gradients

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,6 +47,14 @@ def hooks_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for hooks, copy in copies:
             hooks.update(copy)
+
+
+def gradients_to(leaves: Sequence[Tensor], out: Tensor, d_out: Tensor) -> list[Tensor | None]:
+    """The gradient of every leaf from that of `out`; `None` for one that is not used, or that its caller has
+    frozen since the forward."""
+    trained = [leaf for leaf in leaves if leaf.requires_grad]
+    gradients = iter(torch.autograd.grad(out, trained, d_out, allow_unused=True) if trained else ())
+    return [next(gradients) if leaf.requires_grad else None for leaf in leaves]
 
 
 def saves_elsewhere() -> bool:
