@@ -1,4 +1,4 @@
-"""schedule='fused' while experts move: replicas, splits, and a balancer in training, with serial's bits."""
+"""schedule='fused' from call to call: experts move, with serial's bits, and an input is wrong."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 import imbrex
 from imbrex.balancer import OnlineBalancer
+from imbrex.contracts import Roles
 from imbrex.overlap import Fused, Serial
 from imbrex.placement import from_slots
 from tests.emulated import kernel
@@ -122,3 +123,37 @@ def test_a_balancer_moves_experts_in_training(pool: Pool) -> None:
         assert launched == TRAINED
         assert same == [True] * TURNS
         assert reason.startswith("fused: asked for")
+
+
+def run_wrong(ranks: Ranks, roles: Roles | None) -> tuple[list[str], bool]:
+    """What calls say whose input is wrong on rank 1, the first and one behind a good one; whether the last
+    one's output is that of the good one."""
+    said, good = [], []
+    with emulating(ranks) as (nvlink, _):
+        place = from_slots(first_slots(2, 8), 8)
+        layer = imbrex.MoELayer(
+            *(CONFIG, ranks.group),
+            placement=place,
+            transport=nvlink,
+            schedule=Fused(roles),
+            experts=Housed(place.local(ranks.rank)),
+            dtype=torch.bfloat16,
+        )
+        x_TD = inputs_of(ranks.rank, 20)[0].detach()
+        for wrong in (True, False, True, False):
+            try:
+                good.append(layer(x_TD[:, 8:] if wrong and ranks.rank == 1 else x_TD))
+            except ValueError as error:
+                said.append(str(error))
+    return said, torch.equal(*good)
+
+
+@pytest.mark.parametrize("roles", [None, Roles(dy=0)])
+def test_a_wrong_input_is_every_ranks_error_and_the_next_call_is_fine(
+    pool: Pool, roles: Roles | None
+) -> None:
+    (first, same), (second, _) = pool.run(2, run_wrong, roles)
+    assert first == ["dispatch: rank 1 was given tokens that cannot be dispatched"] * 2
+    assert len(second) == 2
+    assert all("on rank 1, x has 2 dimensions" in said for said in second), second
+    assert same

@@ -8,6 +8,7 @@ host, after one synchronisation, and the kernels get slots as experts (`nvlink_f
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,7 +48,8 @@ class NvlinkMeeting(WiredDispatcher):
         self, geometry: Geometry, transport: Nvlink, wire: Wire, observer: Listener, layer: int
     ) -> None:
         self.transport, self.wire, self.world_size = transport, wire, transport.world_size
-        self.place, self._debug, self.calls = transport.device, debug_is_on(), 0
+        self.place, self._debug = transport.device, debug_is_on()
+        self.calls, self._counted = 0, itertools.count(1)  # those of copies, too
         self._tables: Tables | None = None
         self.tally_WS: Tensor | None = None
         super().__init__(geometry, observer, layer)
@@ -98,7 +100,7 @@ class NvlinkMeeting(WiredDispatcher):
     def meet(self, x_TD: Tensor, routing: Routing, form: RowForm = RowForm.ROWS) -> Part:
         """Tell all ranks of this part and hear of theirs. ValueError on all where one's input is wrong."""
         problem = self._why_not_input(x_TD, routing)
-        self.calls += 1
+        self.calls = next(self._counted)
         kind = self.calls, self.number, self.layer, self.where, self.fuses << 1 | self.uncompiled
         note = hash(kind) % NOTES  # of whole numbers: the same in every process
         tokens, back = x_TD.shape[0], x_TD.requires_grad
