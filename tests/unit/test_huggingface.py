@@ -143,6 +143,30 @@ def test_what_cannot_be_loaded_is_refused(tmp_path):
         from_pretrained(tmp_path)
 
 
+def test_of_a_folder_the_checkpoint_s_own_files_are_read(tmp_path):
+    """As transformers does: an older checkpoint's may lie beside them."""
+    model_of("mixtral").save_pretrained(tmp_path, max_shard_size="10KB")
+    index = tmp_path / "model.safetensors.index.json"
+    weights = {name: SafetensorsFolder(tmp_path)[name] for name in SafetensorsFolder(tmp_path)}
+    save_file({name: torch.zeros_like(value) for name, value in weights.items()}, tmp_path / "z.safetensors")
+    assert all(torch.equal(SafetensorsFolder(tmp_path)[name], value) for name, value in weights.items())
+    for text in ("{", "[]", "{}", '{"weight_map": []}'):
+        index.write_text(text)
+        with pytest.raises(ValueError, match=r"is no index of tensors .*; download it again"):
+            SafetensorsFolder(tmp_path)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    assert all(torch.equal(SafetensorsFolder(tmp_path)[name], value) for name, value in weights.items())
+    for missing in ("lm_head.weight", "model.layers.1.self_attn.q_proj.weight"):
+        # transformers draws what is not there.
+        part = {name: value for name, value in weights.items() if name != missing}
+        save_file(part, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match=f"lacks {missing}, which transformers would draw"):
+            from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"model\.safetensors is no whole safetensors file .*; download it"):
+        SafetensorsFolder(tmp_path)
+
+
 def test_only_what_lives_here_is_read():
     block, config = block_of("mixtral")
     read = []

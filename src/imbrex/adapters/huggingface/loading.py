@@ -33,7 +33,8 @@ def from_pretrained(
     folder: with config.json and *.safetensors, as downloaded. dtype: `None` is the checkpoint's own. options:
     those of `replace_blocks`.
 
-    Raises ValueError for a quantised checkpoint, and for what `replace_blocks` refuses.
+    Raises ValueError for a quantised checkpoint, for one that lacks a tensor, and for what `replace_blocks`
+    refuses.
     """
     team = Team((group, options.get("data_group")), "from_pretrained")
     team.meet()
@@ -56,7 +57,13 @@ def _load_dense(folder: str | Path, dtype: torch.dtype | None, device: torch.dev
         )
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     hollow, blocks = _without_blocks(kind)
-    model: Any = hollow.from_pretrained(folder, dtype=dtype or "auto")
+    loaded: Any = hollow.from_pretrained(folder, dtype=dtype or "auto", output_loading_info=True)
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(
+            f"from_pretrained: {folder} lacks {', '.join(missing[:3])}{' and others' * (len(missing) > 3)}, "
+            "which transformers would draw, another on every rank; give the folder of a whole checkpoint"
+        )
     model.__class__ = kind
     model.to(device)
     for path, block in blocks.items():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,15 +54,14 @@ def block_prefix(weights: Mapping[str, Tensor], layer: int) -> str:
 
 
 class SafetensorsFolder(Mapping[str, Tensor]):
-    """The tensors of a folder's *.safetensors files by name; each is read when it is looked up."""
+    """The tensors of a folder's *.safetensors files by name; each is read when it is looked up. Of the files
+    it takes those that transformers would: `model.safetensors`, or what the index names, or else all."""
 
     def __init__(self, folder: str | Path):
-        from safetensors import safe_open
-
-        files = sorted(Path(folder).glob("*.safetensors"))
+        files = _files_of(Path(folder))
         if not files:
             raise ValueError(f"{folder} holds no *.safetensors; pass the folder of a downloaded checkpoint")
-        self._open = [safe_open(file, framework="pt") for file in files]
+        self._open = [_opened(file) for file in files]
         self._file = {name: file for file in self._open for name in file.keys()}  # noqa: SIM118
 
     def __getitem__(self, name: str) -> Tensor:
@@ -79,6 +80,29 @@ class SafetensorsFolder(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._file)
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """A checkpoint's files: others beside them may be an older one's, of the same names."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is no index of tensors ({error!r}); download it again") from None
+    return sorted(file for name in names if (file := folder / name).is_file())
+
+
+def _opened(file: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file} is no whole safetensors file ({error}); download it again") from None
 
 
 def _load_experts(layer: MoELayer, block: _Block) -> None:
