@@ -311,6 +311,8 @@ def run_wrong_combine(ranks: Ranks, kind: str) -> tuple[list[str], bool]:
         "weights": lambda: buffer.combine(rows, handle, topk_weights=None if odd else weights),
         "bias": lambda: buffer.combine(rows, handle, bias=x_TD[1:] if odd else x_TD),
         "tokens": lambda: buffer.dispatch(x_TD[1:] if odd else x_TD, handle=handle),
+        "handle": lambda: buffer.combine(rows, None if odd else handle),
+        "handle again": lambda: buffer.dispatch(x_TD, handle=[1, 2] if odd else handle),
     }
     said = []
     for _ in range(2):
@@ -329,6 +331,8 @@ WRONG = {
     "weights": "combine: ranks disagree about what goes home beside them",
     "bias": "combine: on rank 1, bias is",
     "tokens": "dispatch: on rank 1, .* tokens; dispatch as many again",
+    "handle": "combine: on rank 1, handle is a NoneType; give that of a dispatch by this buffer",
+    "handle again": "dispatch: on rank 1, handle is a list; give that of a dispatch by this buffer",
 }
 
 

@@ -316,7 +316,7 @@ class Buffer(LowLatency, absent.Calls):
     ) -> tuple[Rows, Tensor | None, Tensor | None, list[int] | None]:
         columns = list(x) if isinstance(x, tuple) else [x]
         experts = getattr(handle, "num_experts", 0) if per_expert is None else per_expert.numel()
-        problem = self._why_not_again(columns, handle, choices, experts)
+        problem = _why_not_handle(handle) or self._why_not_again(columns, handle, choices, experts)
         widths = [] if problem else [part.shape[1] * part.dtype.itemsize for part in columns]
         columns_of_choices = -1 if problem or choices[0] is None else choices[0].shape[1]
         settings = {"the bytes of a row": sum(widths), "the number of choices": columns_of_choices}
@@ -374,8 +374,9 @@ class Buffer(LowLatency, absent.Calls):
             columns.append(topk_weights)
             dtypes.append(torch.float32)
         terms = (bias,) if isinstance(bias, Tensor) else bias or ()
-        route = self._route_of(handle, columns)
-        problem = self._why_not_combine(columns, terms, handle, route)
+        problem = _why_not_handle(handle)
+        route = None if problem else self._route_of(handle, columns)
+        problem = problem or self._why_not_combine(columns, terms, handle, route)
         self._backend.meet("combine", problem, {} if problem else kind_of(x, topk_weights))
         summed = self._backend.bring_home(columns, dtypes, route, rounded=bias is None)
         for term in terms:
@@ -399,6 +400,12 @@ class Buffer(LowLatency, absent.Calls):
 
 def _like(x: Rows, parts: list[Tensor]) -> Rows:
     return (parts[0], parts[1]) if isinstance(x, tuple) else parts[0]
+
+
+def _why_not_handle(handle: Any) -> str:
+    if isinstance(handle, tuple) and len(handle) > 4 and all(isinstance(h, Tensor) for h in handle[3:5]):
+        return ""
+    return f"handle is a {type(handle).__name__}; give that of a dispatch by this buffer"
 
 
 def _why_not_choices(topk_idx: Tensor | None, topk_weights: Tensor | None, tokens: int) -> str:
