@@ -88,8 +88,9 @@ class Fused(Pipelined):
         self._why_not_experts[exchange] = why_not
         if why_not is not None or why_not_exchange(exchange) is not None:
             return Serial().run(*arguments)
-        if exchange not in self._agreed:  # before anything else is compared, as of one whose input is wrong
-            exchange.dispatcher.check_in(x_TD, routing)
+        if exchange not in self._agreed:
+            # Before anything else: peers may have a wrong input, or run this call serially.
+            exchange.dispatcher.fusing(self.roles).check_in(x_TD, routing)
         if self.roles is None and exchange not in self._agreed:
             # Ranks compare their schedules here, before they exchange anything else for tuning.
             self._agree(exchange)
