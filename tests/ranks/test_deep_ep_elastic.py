@@ -121,6 +121,7 @@ MESSAGES = {
     "no ids": "topk_idx is missing",
     "ids out of range": "ids outside",
     "experts": "7 experts on 2 ranks",
+    "no handle": "combine: on rank 1, handle is a NoneType",
 }
 
 
@@ -136,10 +137,13 @@ def run_wrong(ranks: Ranks, kind: str) -> list[str]:
             inputs[1] = ids_TK + E
         elif kind == "experts":
             how["num_experts"] = 7
-        else:
+        elif kind == "more tokens than the limit":
             how["num_max_tokens_per_rank"] = 3
     told = []
     try:
+        if kind == "no handle":
+            rows, _, _, handle, _ = buffer.dispatch(*inputs, **how)
+            buffer.combine(rows, handle if ranks.rank == 0 else None)
         buffer.dispatch(*inputs, **how)
     except ValueError as error:
         told.append(str(error))

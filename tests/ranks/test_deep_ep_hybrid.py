@@ -265,6 +265,25 @@ def test_one_rank_s_mistake_is_every_rank_s_and_the_buffer_goes_on(pool: Pool, k
     assert counts == [2, 2]
 
 
+def run_foreign_handle(ranks: Ranks) -> list[str]:
+    """What ranks are told where one of them has no handle, and where calls that have it go on."""
+    buffer, x_TD = HybridEPBuffer(ranks.group, 6, 4, 2), torch.ones(4, 6)
+    rows, _, _, _, handle = buffer.dispatch_with_permute(hidden=x_TD, topk_idx=torch.arange(4)[:, None])
+    said = []
+    for call in (buffer.combine, buffer.combine_with_unpermute):
+        with pytest.raises(ValueError, match=call.__name__) as error:
+            call(hidden=rows, handle=None if ranks.rank == 1 else handle)
+        said.append(str(error.value))
+    assert torch.equal(buffer.combine_with_unpermute(hidden=rows, handle=handle)[0], x_TD)
+    return said
+
+
+def test_one_rank_without_its_handle_is_every_rank_s_error(pool: Pool) -> None:
+    first, second = pool.run(2, run_foreign_handle)
+    assert first == second
+    assert all("on rank 1, pass the handle that a dispatch returned, whole" in text for text in first)
+
+
 def run_different_buffers(ranks: Ranks) -> str:
     with pytest.raises(ValueError, match="HybridEPBuffer") as error:
         HybridEPBuffer(ranks.group, 6 + ranks.rank, 4, 2)

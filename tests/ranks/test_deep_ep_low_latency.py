@@ -211,6 +211,7 @@ SUMS = {
     "out": r"on rank 1, out is torch.float32 \[5, 512\]; give bfloat16 \[5, 512\]",
     "no rows": "on rank 1, zero_copy, but no rows were asked for",
     "others": "on rank 1, topk_idx has experts that the dispatch did not have; give its topk_idx again",
+    "handle": "on rank 1, pass the handle that low_latency_dispatch returned, whole",
 }
 
 
@@ -226,6 +227,7 @@ def make_mistake_in_sums(ranks: Ranks, kind: str) -> tuple[str, bool]:
         "out": {"out": torch.zeros(5, D)},
         "no rows": {"zero_copy": True},
         "others": {"topk_idx": torch.where(ids_TK < 0, -1, (ids_TK + 1) % E)},
+        "handle": {"handle": tuple(handle)},
     }
     with pytest.raises(ValueError, match="low_latency_combine") as caught:
         buffer.low_latency_combine(**given | (changes[kind] if ranks.rank == 1 else {}))
@@ -245,7 +247,7 @@ def test_a_handle_that_was_taken_apart_is_refused() -> None:
     buffer: Any = Buffer(None)
     x_TD, ids_TK, weights_TK = draw(0)
     rows, _, handle, _, _ = buffer.low_latency_dispatch(x_TD, ids_TK, MOST, E, use_fp8=False)
-    with pytest.raises(ValueError, match="low_latency_combine: pass the handle that low_latency_dispatch"):
+    with pytest.raises(ValueError, match="low_latency_combine: on rank 0, pass the handle that low_latency"):
         buffer.low_latency_combine(rows, ids_TK, weights_TK, tuple(handle))
 
 

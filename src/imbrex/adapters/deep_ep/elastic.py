@@ -313,7 +313,7 @@ class ElasticBuffer:
         events.begin(previous_event_before_epilogue)
         return self._rows.combine(
             x,
-            handle.rows,
+            handle.rows if isinstance(handle, EPHandle) else handle,
             topk_weights,
             bias,
             previous_event=previous_event,

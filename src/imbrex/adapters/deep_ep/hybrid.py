@@ -17,14 +17,13 @@ from torch import Tensor
 
 from imbrex.adapters.deep_ep.backend import kind_of, pad_rows
 from imbrex.adapters.deep_ep.choices import indices_to_map, spread_choices
-from imbrex.adapters.deep_ep.hybrid_arrival import carry_rows, plan_again, plan_rows
+from imbrex.adapters.deep_ep.hybrid_arrival import carry_rows, plan_again, plan_rows, read_handle
 from imbrex.adapters.deep_ep.hybrid_handle import (
     BufferConfig,
     HybridHandle,
     Inputs,
     Record,
     make_handle,
-    read_handle,
 )
 from imbrex.adapters.deep_ep.opening import open_backend
 from imbrex.contracts import Backend
@@ -159,7 +158,7 @@ class HybridEPBuffer:
         hidden: [N, D]. probs: float32 [N, E], summed in the same way. Returns [T, D] in hidden's dtype, and
         float32 [T, E] or None. Raises ValueError on every rank where one rank's input is wrong.
         """
-        route = read_handle(handle, "combine").route
+        route = read_handle(self._backend, "combine", handle).route
         columns, problem = [hidden] if probs is None else [hidden, probs], ""
         for column in columns:
             if column.dim() != 2 or route.num_rows is None or len(column) < route.num_rows:
@@ -248,7 +247,7 @@ class HybridEPBuffer:
         routing has it. Raises ValueError on every rank where one rank's input is wrong.
         """
         call = "combine_with_unpermute"
-        plan = read_handle(handle, call)
+        plan = read_handle(self._backend, call, handle)
         permutation = plan.permutation
         problem = ""
         if permutation is None or hidden.dim() != 2 or len(hidden) != permutation.num_rows:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from imbrex.adapters.deep_ep.choices import Choices, ids_outside, indices_to_map
-from imbrex.adapters.deep_ep.hybrid_handle import Arrived, BufferConfig, Inputs, Record, read_handle
+from imbrex.adapters.deep_ep.hybrid_handle import Arrived, BufferConfig, HybridHandle, Inputs, Record
 from imbrex.exchange import plan
 
 if TYPE_CHECKING:
@@ -30,10 +30,19 @@ def plan_rows(backend: Backend, call: str, inputs: Inputs, config: BufferConfig,
     return Record(route=route, choices=choices, config=config)
 
 
+def read_handle(backend: Backend, call: str, handle: tuple | None) -> Record:
+    """The record of a dispatch. Raises ValueError on every rank where one rank's `handle` is not what one
+    returned."""
+    if not isinstance(handle, HybridHandle):
+        backend.meet(call, problem := "pass the handle that a dispatch returned, whole", {})
+        raise AssertionError(problem)
+    return handle.record
+
+
 def plan_again(backend: Backend, call: str, inputs: Inputs, handle: tuple) -> Record:
     """Take the way of an earlier dispatch, with other probabilities where they are given: by expert, or by
     choice with the ids that they belong to. Where rows go, the handle alone says."""
-    earlier = read_handle(handle, call)
+    earlier = read_handle(backend, call, handle)
     tokens, ids_given, probs_TE = earlier.route.num_tokens, inputs.ids_TK, inputs.probs_TE
     problem = ""
     if len(inputs.hidden) != tokens or (ids_given is not None and len(ids_given) != tokens):

@@ -120,10 +120,3 @@ def make_handle(record: Record, rank: int, received: Tensor) -> HybridHandle:
     handle = HybridHandle(fields)
     handle.record = record
     return handle
-
-
-def read_handle(handle: tuple | None, call: str) -> Record:
-    """The record of a dispatch. Raises ValueError where `handle` is not what one returned."""
-    if not isinstance(handle, HybridHandle):
-        raise ValueError(f"deep_ep.HybridEPBuffer.{call}: pass the handle that a dispatch returned, whole")
-    return handle.record

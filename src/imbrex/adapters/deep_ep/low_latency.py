@@ -36,6 +36,7 @@ BLOCK, PACKED, LARGEST = 128, 4, 448.0
 """Values that share a scale; scales in an int32; the largest e4m3."""
 LEAST = 1e-4
 """The least largest value of a block, which DeepEP takes for smaller ones."""
+WHOLE = "pass the handle that low_latency_dispatch returned, whole"
 
 
 class LowLatencyHandle(tuple):
@@ -192,6 +193,8 @@ class LowLatency:
         one rank's input is wrong.
         """
         call = "low_latency_combine"
+        if not isinstance(handle, LowLatencyHandle):
+            self._backend.meet(call, WHOLE, {})
         own = _ours(handle, call)
         record, inputs = own.record, _inputs(x, topk_idx, topk_weights)
         rows = own.rows if zero_copy else x
@@ -230,7 +233,7 @@ def _size_of(record: Record) -> tuple[int, int, int]:
 
 def _ours(handle: tuple, call: str) -> LowLatencyHandle:
     if not isinstance(handle, LowLatencyHandle):
-        raise ValueError(f"deep_ep.Buffer.{call}: pass the handle that low_latency_dispatch returned, whole")
+        raise ValueError(f"deep_ep.Buffer.{call}: {WHOLE}")
     return handle
 
 
