@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from imbrex.bench.results import write_results
 from imbrex.reproduce import Options, comet_figure_8, comet_layer, comet_measured, find, frame
+from imbrex.reproduce.frame import Finding
 
 RUN = {
     "command": "by hand",
@@ -19,6 +21,19 @@ RUN = {
     "hardware": {"gpu": "H200", "count": 4},
     "versions": {},
 }
+
+
+def check_elsewhere(
+    name: str, module: ModuleType, finding: Finding, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no GPU, what is committed says the same, and that it is not of this machine."""
+    write_results(folder / f"{name}.json", finding.question, RUN, finding.rows)
+    monkeypatch.setattr(frame, "why_not_hopper", lambda: "no GPU")
+    monkeypatch.setattr(module, "RESULTS", folder)
+    elsewhere = find(name, Options())
+    assert (elsewhere.table, elsewhere.verdict) == (finding.table, finding.verdict)
+    assert elsewhere.rows == []
+    assert f"not this machine, but benchmarks/results/{name}.json (4 x H200" in elsewhere.differs[0]
 
 
 def test_comets_memory_beside_ours() -> None:
@@ -62,13 +77,7 @@ def test_comets_figure_8_names_the_best_split(tmp_path: Path, monkeypatch: pytes
     assert finding.rows == rows
     assert "1.200 to 1.200 times as long" in finding.verdict[-1]
 
-    write_results(tmp_path / "comet-figure-8.json", finding.question, RUN, rows)
-    monkeypatch.setattr(frame, "why_not_hopper", lambda: "no GPU")
-    monkeypatch.setattr(comet_figure_8, "RESULTS", tmp_path)
-    elsewhere = find("comet-figure-8", Options())
-    assert (elsewhere.table, elsewhere.verdict) == (finding.table, finding.verdict)
-    assert elsewhere.rows == []
-    assert "not this machine, but benchmarks/results/comet-figure-8.json (4 x H200" in elsewhere.differs[0]
+    check_elsewhere("comet-figure-8", comet_figure_8, finding, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(("number", "cases"), [(12, 4), (13, 5), (14, 6)])
@@ -104,13 +113,7 @@ def test_comets_layers_over_ways_to_divide_the_gpus(tmp_path: Path, monkeypatch:
     assert len(finding.rows) == 6
     assert "3.00 to 3.00 times as fast" in finding.verdict[-1]
 
-    write_results(tmp_path / "comet-figure-12.json", finding.question, RUN, finding.rows)
-    monkeypatch.setattr(frame, "why_not_hopper", lambda: "no GPU")
-    monkeypatch.setattr(comet_layer, "RESULTS", tmp_path)
-    elsewhere = find("comet-figure-12", Options())
-    assert (elsewhere.table, elsewhere.verdict) == (finding.table, finding.verdict)
-    assert elsewhere.rows == []
-    assert "not this machine, but benchmarks/results/comet-figure-12.json (4 x H200" in elsewhere.differs[0]
+    check_elsewhere("comet-figure-12", comet_layer, finding, tmp_path, monkeypatch)
 
 
 def layer_row(impl: str, us: float, op: str = "forward", run: int = 0) -> dict[str, Any]:
