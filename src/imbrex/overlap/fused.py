@@ -91,13 +91,13 @@ class Fused(Pipelined):
         if exchange not in self._agreed:
             # Before anything else: peers may have a wrong input, or run this call serially.
             exchange.dispatcher.fusing(self.roles).check_in(x_TD, routing)
-        if self.roles is None and exchange not in self._agreed:
-            # Ranks compare their schedules here, before they exchange anything else for tuning.
-            self._agree(exchange)
-            tuner = tuner_of(exchange, experts, x_TD, fuses=True, uses_files=True, renews=False)
-            stored = tuner.load("fused", roles_of_json)
-            exchange.dispatcher.roles = stored.value or Roles()
-            self._origins[exchange] = stored.origin
+            if self.roles is None:
+                # Ranks compare their schedules here, before they exchange anything else for tuning.
+                self._agree(exchange)
+                tuner = tuner_of(exchange, experts, x_TD, fuses=True, uses_files=True, renews=False)
+                stored = tuner.load("fused", roles_of_json)
+                exchange.dispatcher.roles = stored.value or Roles()
+                self._origins[exchange] = stored.origin
         return super().run(*arguments)
 
 
