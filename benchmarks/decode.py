@@ -6,7 +6,8 @@ none finds its weights in L2: microseconds a layer, the slowest rank of every re
 one, with when they begin and end. Both GPUs begin a replay together, behind a pause in which the hosts queue
 it: a model's step is one graph, so a host's launch and its lead over the other's are no part of a layer.
 `imbrex-one-launch` and `imbrex-two-launches` have both products of the experts in one kernel, or in two,
-whatever is chosen (`Experts.one_launch`). The rival is the same layers over AllGather and ReduceScatter of
+whatever is chosen (`Experts.one_launch`), and `imbrex-one-kernel` the dispatch as well
+(`Nvlink(one_kernel=True)`). The rival is the same layers over AllGather and ReduceScatter of
 NCCL, captured as well: tokens and choices go to everybody, every rank computes its own experts on them by
 torch's grouped products, and sums are scattered.
 """
@@ -39,6 +40,7 @@ CALLS = 8
 PAUSE = 700_000
 """Cycles, 0.4 ms, in which a host queues a replay."""
 LAUNCHES = {"imbrex-one-launch": True, "imbrex-two-launches": False}
+ONE_KERNEL = "imbrex-one-kernel"
 
 
 def capture(layers: Sequence[Callable[[Tensor], Any]], x_TD: Tensor) -> torch.cuda.CUDAGraph:
@@ -124,7 +126,7 @@ def measure(
         torch.manual_seed(0)
         config = MoEConfig(**asdict(sizes))
         layers = [make_layer(config, number) for number in range(2)]
-        ways: dict[str, Sequence[Any]] = dict.fromkeys(("imbrex", *LAUNCHES), layers)
+        ways: dict[str, Sequence[Any]] = dict.fromkeys(("imbrex", ONE_KERNEL, *LAUNCHES), layers)
         if rivals:
             ways["nccl-agrs"] = [make_rival(layer, dist.group.WORLD) for layer in layers]
         for count in tokens:
@@ -138,6 +140,7 @@ def measure(
                 row |= weights | {"n": repeats}
                 for layer in layers:
                     layer.experts.one_launch = LAUNCHES.get(way)
+                    layer.exchange.transport.one_kernel = way == ONE_KERNEL
                 rows.append(row | time_way(modules, x_TD, repeats, timeline=way.startswith("imbrex")))
                 if rank == 0:
                     print(rows[-1], flush=True)
