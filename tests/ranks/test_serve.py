@@ -198,6 +198,12 @@ def test_the_command_serves_the_demos_model(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     ways = ("alltoall", "alltoall int8", "gather-scatter")
     assert [(row["impl"], row["case"]["input"]) for row in rows] == [(w, n) for w in ways for n in (3, 9)]
+    # One rank says how far it is, beside the tables.
+    said = "".join((tmp_path / f"stderr-{rank}").read_text() for rank in range(2)).splitlines()
+    said = [line for line in said if line.startswith(ways)]
+    assert said[:2] == ["alltoall: makes the model", "alltoall, 3 in, 1 drafts, interval 1: begins"]
+    assert [line.count(" a rank, ") for line in said] == [0, 0, 1, 0, 1] * 3
+    assert not set(said) & set(printed.splitlines())
     page = (tmp_path / "page.html").read_text()
     for tokens in (3, 9):
         assert f"Pareto curves: demo, 2 ranks, {tokens} tokens in, 3 out" in page

@@ -6,6 +6,7 @@ import argparse
 import gc
 import os
 import shlex
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -245,9 +246,10 @@ def _measure(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
     device = join(args)
     rows: list[dict[str, Any]] = []
     keep = _writer(args) if args.json and rank == 0 else None
+    tell = _tell if rank == 0 else lambda line: None
     for way in ways_from_words(args):
         gc.collect()  # the models of two ways may not fit a GPU
-        for row in compare(args, way, device, board):
+        for row in compare(args, way, device, board, tell):
             rows.append(row)
             if keep is not None:
                 keep(rows)  # what there is, if the run is cut off
@@ -260,6 +262,11 @@ def _measure(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
             write_report(args.report, facts=facts, rows=rows)
     board.write("done")
     dist.barrier()
+
+
+def _tell(line: str) -> None:
+    """Print how far the run is, to standard error: tables alone are what the command prints."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _writer(args: argparse.Namespace) -> Callable[[Sequence[Mapping[str, Any]]], None]:
@@ -284,12 +291,18 @@ def ways_from_words(args: argparse.Namespace) -> list[Way]:
 
 
 def compare(
-    args: argparse.Namespace, way: Way, device: torch.device, board: PhaseBoard
+    args: argparse.Namespace,
+    way: Way,
+    device: torch.device,
+    board: PhaseBoard,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Iterator[dict[str, Any]]:
     """A row for every number of users, of drafts, of steps between deliveries and of tokens in; and without
-    every lever where they are compared. Those of an engine come when its loops have ended."""
+    every lever where they are compared. Those of an engine come when its loops have ended. tell: called with
+    a line for the model and every engine that begins, and for every loop that has ended."""
     group = dist.group.WORLD
     assert group is not None
+    tell(f"{way.name}: makes the model" + (f", trains it for {args.train} steps" if args.train else ""))
     model, text = _make(args, way, device, group, board)
     for swept in _swept(args):
         graphs = device.type == "cuda" and takes_graphs(model, way)
@@ -302,7 +315,11 @@ def compare(
         points: dict[str, list[list[dict[str, Any]]]] = {off: [] for off in kinds}
         for off, kind in list(kinds.items()) * (args.levers or 1):
             begun = _announcer(board, f"serving {way.name}")
-            points[off].append(points_of(Engine(model, kind, group), loads, text, begun))
+            what = f"{way.name}, {swept[2]} in, {kind.drafting.length} drafts, interval {kind.interval}"
+            what += f", without {off}" if off else ""
+            tell(f"{what}: begins")
+            ended = partial(_tell_point, tell, what)
+            points[off].append(points_of(Engine(model, kind, group), loads, text, begun, ended))
         for off, place in product(kinds, range(len(loads))):
             loops, whole = ([turn[place] for turn in points[name]] for name in (off, ""))
             case = case_of(args, loads[place], settings) | ({"off": off} if off else {})
@@ -343,15 +360,24 @@ def _announcer(board: PhaseBoard, phase: str) -> Callable[[int], None]:
     return begun
 
 
+def _tell_point(tell: Callable[[str], None], what: str, load: Load, point: Mapping[str, Any]) -> None:
+    rank, user = (_number(point[name]) for name in ("tokens_per_s_gpu", "tokens_per_s_user"))
+    tell(f"{what}, {load.users} users: {rank} tokens/s a rank, {user} a user")
+
+
 def points_of(
     engine: Engine,
     loads: Sequence[Load],
     text: torch.Tensor | None,
     begun: Callable[[int], object] = lambda step: None,
+    ended: Callable[[Load, dict[str, Any]], object] = lambda load, point: None,
 ) -> list[dict[str, Any]]:
-    """A point of every load. Nothing refers to the engine behind it, so that its caches and graphs go before
-    the next engine's come."""
-    points = [serve(engine, load, engine.host_group, text=text, begun=begun) for load in loads]
+    """A point of every load; `ended` is called with both. Nothing refers to the engine behind it, so that its
+    caches and graphs go before the next engine's come."""
+    points = list[dict[str, Any]]()
+    for load in loads:
+        points.append(serve(engine, load, engine.host_group, text=text, begun=begun))
+        ended(load, points[-1])
     engine.programs.clear()
     engine.answered = None
     return points
