@@ -145,7 +145,7 @@ class Layers:
                 "max_us": round(max(of_way), 1),
                 "dropped_share": round(dropped[name], 5),
                 "bits": same[name],
-                "reason": self.ways[name].reason(self.exchange),
+                "reason": self.ways[name].reason(self.exchange, self.experts),
             }
             for name, of_way in zip(times, slowest.tolist(), strict=True)
         ]

@@ -271,7 +271,7 @@ class MoELayer(nn.Module):
             about = f"{experts.implementation}: {experts.implementation_reason}{self._about_rows()}"
         return {
             "transport": f"{transport.name}: {exchange.transport_reason}{dispatcher.about_rows}",
-            "schedule": f"{self.strategy.name}: {self.strategy.reason(exchange)}",
+            "schedule": f"{self.strategy.name}: {self.strategy.reason(exchange, experts)}",
             "experts": about + dispatcher.about_whole(experts, self.strategy.name),
         }
 

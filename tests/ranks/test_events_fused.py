@@ -58,7 +58,7 @@ def run_whole(ranks: Ranks, codec: dict[str, str], replicas: bool) -> dict[str, 
                 answers.append([first, *gradients(output, leaves)])
                 brought.append((experts.brought, len(launches)))
             exchange.check()
-            reason = schedule.reason(exchange)
+            reason = schedule.reason(exchange, experts)
     fused, ours, serial = answers
     return {
         "fused's": [torch.equal(a, b) for a, b in zip(ours, fused, strict=True)],
@@ -126,7 +126,7 @@ def run_unlike(ranks: Ranks) -> tuple[list[bool], str]:
                 loss = (y_TD.float() * coefficients(y_TD)).sum()
                 leaves = [x_TD, routing.weights_TK, *experts.parameters()]
                 answers.append([y_TD, *torch.autograd.grad(loss, leaves)])
-            reason = schedule.reason(exchange)
+            reason = schedule.reason(exchange, experts)
     return [torch.equal(a, b) for a, b in zip(*answers, strict=True)], reason
 
 

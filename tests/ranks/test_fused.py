@@ -507,9 +507,10 @@ def run_auto(
         serial_TD = Serial().run(*arguments).y_TD
         same = torch.equal(y_TD, serial_TD) and torch.equal(other_TD, serial_TD)
         assert calls == [True, False, True]  # roles, then both as called and queued
-        assert "others' rows of narrow experts first and" in Fused(Roles(first=9)).reason(exchange)
+        assert "others' rows of narrow experts first and" in Fused(Roles(first=9)).reason(exchange, experts)
         assert strategy.fuses_in_graphs is isinstance(strategy._chosen[exchange], Fused)
-        return strategy._chosen[exchange].name, strategy.reason(exchange), fused.reason(exchange), same
+        taken, of_fused = (each.reason(exchange, experts) for each in (strategy, fused))
+        return strategy._chosen[exchange].name, taken, of_fused, same
 
 
 @pytest.mark.parametrize(
@@ -569,19 +570,3 @@ def test_rows_are_exactly_as_many_as_there_are(pool: Pool, codec: dict[str, str]
         assert same == [True] * 5
         assert serially == fused
         assert (fused == 0) is (idle and rank == 1)
-
-
-def run_reasons(ranks: Ranks) -> tuple[str, str]:
-    with an_exchange(ranks) as (exchange, _):
-        strategy = Fused()
-        plain = strategy.reason(exchange)
-        experts = Kernels(ranks.rank, train_down=True)
-        experts.forms = (RowForm.ROWS,)  # pyright: ignore[reportAttributeAccessIssue]
-        strategy.run(*inputs_of(ranks.rank, 9), exchange, experts, None)
-        return plain, strategy.reason(exchange)
-
-
-def test_the_reason_says_what_runs(pool: Pool) -> None:
-    for plain, others in pool.run(2, run_reasons):
-        assert plain.startswith("asked for: rows come beside gate and up")
-        assert others.startswith("runs serially: these experts cannot bring their rows")

@@ -267,8 +267,9 @@ class Strategy(Protocol):
 
     name: str
 
-    def reason(self, exchange: RowExchange) -> str:
-        """Why this strategy was chosen, and what it does over the exchange's transport."""
+    def reason(self, exchange: RowExchange, experts: Experts) -> str:
+        """Why this strategy was chosen, and what it does over the exchange's transport with these experts;
+        asked before the first call, too."""
         ...
 
     def run(

@@ -87,7 +87,7 @@ class Auto:
         self._why_not_fused: weakref.WeakKeyDictionary[RowExchange, str] = weakref.WeakKeyDictionary()
         self._chosen: weakref.WeakKeyDictionary[RowExchange, Strategy] = weakref.WeakKeyDictionary()
 
-    def reason(self, exchange: RowExchange) -> str:
+    def reason(self, exchange: RowExchange, experts: Experts) -> str:
         decision = self.decisions.get(exchange)
         if decision is None:
             return "looks for a kept result, or measures, at its first call"

@@ -21,6 +21,7 @@ from torch import Tensor
 from imbrex.contracts import Experts, Output, Roles, Routing, RowExchange, RowForm
 from imbrex.exchange.layer_op import fused_layer
 from imbrex.experts.experts import Experts as Ours
+from imbrex.kernels.ffn.ffn import can_bring_gradient
 from imbrex.overlap.decision import roles_of_json, why_not_roles
 from imbrex.overlap.pipelined import Pipelined
 from imbrex.overlap.serial import Serial
@@ -49,19 +50,22 @@ class Fused(Pipelined):
         if reason is not None:
             raise ValueError(f"schedule 'fused': {reason}")
         self.roles = roles
-        self._why_not_experts: weakref.WeakKeyDictionary[RowExchange, str | None] = (
-            weakref.WeakKeyDictionary()
-        )
         self._origins: weakref.WeakKeyDictionary[RowExchange, str] = weakref.WeakKeyDictionary()
 
-    def reason(self, exchange: RowExchange) -> str:
-        why_not = why_not_exchange(exchange) or self._why_not_experts.get(exchange)
+    def reason(self, exchange: RowExchange, experts: Experts) -> str:
+        why_not = why_not_exchange(exchange) or why_not_experts(experts)
         if why_not is not None:
             return f"runs serially: {why_not}"
-        description = "rows come beside gate and up, dx goes home beside the weights' gradients"
-        dy = "before" if (self.roles or exchange.dispatcher.roles).dy == 0 else "beside"
-        description = f"{description}, dy comes {dy} the gradient through down"
-        return f"asked for: {description}; {self._describe_roles(exchange)}"
+        before = why_dy_before(experts, self.roles or exchange.dispatcher.roles)
+        behind, graph = why_dx_behind(experts), why_not_in_graph(experts)
+        dy = "beside the gradient through down" if before is None else f"before its product ({before})"
+        dx = "beside" if behind is None else "behind"
+        why = "" if behind is None else f" ({behind})"
+        graph = "" if graph is None else f"; serially in a compiled graph ({graph})"
+        description = (
+            f"rows come beside gate and up, dx goes home {dx} the weights' gradients{why}, dy comes {dy}"
+        )
+        return f"asked for: {description}; {self._describe_roles(exchange)}{graph}"
 
     def _describe_roles(self, exchange: RowExchange) -> str:
         roles, origin = self.roles or exchange.dispatcher.roles, self._origins.get(exchange)
@@ -84,9 +88,7 @@ class Fused(Pipelined):
         arguments = x_TD, routing, exchange, experts, addend
         if torch.compiler.is_compiling():
             return run_in_graph(*arguments)
-        why_not = why_not_experts(experts)
-        self._why_not_experts[exchange] = why_not
-        if why_not is not None or why_not_exchange(exchange) is not None:
+        if why_not_experts(experts) is not None or why_not_exchange(exchange) is not None:
             return Serial().run(*arguments)
         if exchange not in self._agreed:
             # Before anything else: peers may have a wrong input, or run this call serially.
@@ -110,9 +112,8 @@ def run_in_graph(
 ) -> Output:
     """Run the layer while it is compiled: as one operator for imbrex's own experts in bfloat16, otherwise
     serially."""
-    fit = x_TD.dtype == torch.bfloat16 and RowForm.UNDER_WAY in experts.forms
-    own = fit and isinstance(experts, Ours) and experts.gradient_sums is None
-    if not own or why_not_exchange(exchange) is not None:
+    why_not = why_not_exchange(exchange) or why_not_experts(experts) or why_not_in_graph(experts)
+    if why_not is not None or x_TD.dtype != torch.bfloat16:
         return Serial().run(x_TD, routing, exchange, experts, addend)
     assert isinstance(experts, Ours)
     weights = experts.gate_up_proj.to(x_TD.dtype), experts.down_proj.to(x_TD.dtype)
@@ -134,6 +135,37 @@ def why_not_experts(experts: Experts) -> str | None:
     if RowForm.UNDER_WAY in experts.forms:
         return None
     return "these experts cannot bring their rows: it takes implementation='kernels', D and F multiples of 8"
+
+
+def why_not_in_graph(experts: Experts) -> str | None:
+    """Why experts whose kernels can move rows do not so in a compiled graph, or `None`."""
+    if not isinstance(experts, Ours):
+        return "these experts are not imbrex's own"
+    return None if experts.gradient_sums is None else "a graph may not add to gradient_sums in a backward"
+
+
+def why_dy_before(experts: Experts, roles: Roles) -> str | None:
+    """Why rows of dy come before their product, as far as it does not depend on a call, or `None`."""
+    if roles.dy == 0:
+        return "the roles say so"
+    if isinstance(experts, Ours):
+        if not experts.unchanged:
+            return "a hook or another forward may read the experts' result"
+        if not can_bring_gradient(experts.down_proj):
+            return f"F={experts.down_proj.shape[2]} is no multiple of 64"
+    return None
+
+
+def why_dx_behind(experts: Experts) -> str | None:
+    """Why sums of dx go home behind the weights' gradients, as far as it does not depend on a call, or
+    `None`."""
+    if isinstance(experts, Ours):
+        if not (experts.gate_up_proj.requires_grad and experts.down_proj.requires_grad):
+            return "not both weights are trained"
+        _, width, inner = experts.down_proj.shape
+        if width % 64 or inner % 64:
+            return f"D={width} or F={inner} is no multiple of 64"
+    return None
 
 
 __all__ = ["Fused", "why_not_exchange", "why_not_experts"]

@@ -122,7 +122,7 @@ class Pipelined:
             raise ValueError(f"schedule: the scheduler of {self.name} gave {order!r}; return an Order")
         return order
 
-    def reason(self, exchange: RowExchange) -> str:
+    def reason(self, exchange: RowExchange, experts: Experts) -> str:
         return "asked for"
 
     def run(

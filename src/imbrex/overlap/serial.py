@@ -27,7 +27,7 @@ class Serial:
     def __init__(self, *, keep_rows: bool = True) -> None:
         self.keep_rows = keep_rows
 
-    def reason(self, exchange: RowExchange) -> str:
+    def reason(self, exchange: RowExchange, experts: Experts) -> str:
         return "the default"
 
     def run(

@@ -93,13 +93,13 @@ class Events:
         """Tells pickle how to make it again; connections stay with this process."""
         return Events, (self.tau, self.epsilon, self.every, self.budget)
 
-    def reason(self, exchange: RowExchange) -> str:
+    def reason(self, exchange: RowExchange, experts: Experts) -> str:
         if exchange.world_size == 1:
             return "asked for; one rank: as serial"
         if self._waits_for_all(exchange):
-            whole = self._whole.get(exchange, self._fused)
             what = "runs serially: the experts of some ranks cannot bring their rows, those of others can"
-            what = what if isinstance(whole, Serial) else whole.reason(exchange).removeprefix("asked for: ")
+            if not isinstance(self._whole.get(exchange), Serial):
+                what = self._fused.reason(exchange, experts).removeprefix("asked for: ")
             return f"asked for; nobody may be missing, so as fused: {what}"
         often = "" if self.every == 1 else f", in one of {self.every} calls"
         often += "" if self.budget == 1 else f", for {100 * self.budget:g} % of the choices"
