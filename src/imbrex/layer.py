@@ -21,7 +21,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -44,7 +43,7 @@ from imbrex.exchange.agreement import DTYPES, agree, is_plain, raise_in_data_gro
 from imbrex.exchange.autograd import check_in_op
 from imbrex.exchange.exchange import Exchange
 from imbrex.experts.experts import Activation, Experts, Shard
-from imbrex.experts.shared import SharedExpert
+from imbrex.experts.shared import SharedExpert, gated
 from imbrex.observe import Observer
 from imbrex.placement import contiguous, split_evenly
 from imbrex.ranks import Ranks, refuse_ddp, refuse_meta, refuse_sharded
@@ -378,8 +377,8 @@ class MoELayer(nn.Module):
         if x_TD.requires_grad:
             # The gradients of its projections are summed first, so that dx does not depend on when this ran.
             x_TD = x_TD.view_as(x_TD)
-        y_TD = self.shared_expert(x_TD)
-        return y_TD if self.shared_expert_gate is None else F.sigmoid(self.shared_expert_gate(x_TD)) * y_TD
+        score = self.shared_expert_gate
+        return self.shared_expert(x_TD) if score is None else gated(self.shared_expert, score, x_TD)
 
     def _rows_per_slot(self):
         """A function from the tokens of the group to the rows of every slot, if the capacity pads; else
