@@ -141,6 +141,9 @@ def test_record_from_a_run_and_from_a_trace(tmp_path, trace) -> None:
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
     assert main(["balance", "record", "--run", str(tmp_path), "--out", str(tmp_path / "stats")]) == 0
     assert read_history(tmp_path / "stats").counts_ILE.tolist() == [[[n, 2], [3, 4]] for n in range(3)]
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "balance.jsonl")
+    assert main(["balance", "record", "--run", str(tmp_path), "--out", str(tmp_path / "stats")]) == 0
+    assert read_history(tmp_path / "stats").counts_ILE.sum() == 3 * 9 + 3
     arguments = ["--run", str(trace / "one.npy"), "--batch", "100", "--out", str(tmp_path / "again")]
     assert main(["balance", "record", *arguments]) == 0
     assert read_history(tmp_path / "again").counts_ILE.sum() == 400 * 2 * 3
@@ -167,12 +170,25 @@ SMALL = ["--ranks", "2", "--slots", "8", "--batch", "50", "--out", "p.json"]
         (["plan", "--stats", "one.npy", *SMALL, "--ranks", "99999999"], "there must be 1 to 65536"),
         (["plan", "--stats", "huge.npy", *SMALL], "experts; more than 1048576 are no layer's"),
         (["report", "--journal", "one.npy", "--out", "r.html"], "no whole journal"),
+        (["report", "--journal", "deep.json", "--out", "r.html"], "no whole journal"),
+        (["report", "--journal", "sum.json", "--out", "./sum.json"], "--journal is the same file"),
+        (["plan", "--stats", "one.npy", *SMALL, "--from", ""], "plan: cannot use .: "),
+        (["plan", "--stats", "p.json", *SMALL], "--out p.json: --stats is the same file; give another"),
+        (["replay", "--trace", "one.npy", "--json", "a", "--html", "a"], "--json is the same file"),
+        (["replay", "--trace", "one.npy", "--json", "-"], "--json -: a file is wanted"),
+        (["replay", "--trace", "one.npy", "--batch", "50", "--slots", ""], "--slots: ''; give whole numbers"),
+        (["record", "--run", "one.npy", "--out", "ranks"], "rank1.safetensors, which would be added"),
+        (["record", "--run", "lists.jsonl", "--out", "stats"], "lists.jsonl cannot be read (AttributeError"),
     ],
 )
 def test_mistakes_are_one_sentence(trace, monkeypatch, capsys, arguments, says) -> None:
     monkeypatch.chdir(trace)
     (trace / "sum.json").write_text(json.dumps({"logical_count": [[[3, 2, 1]]]}))
     np.save(trace / "huge.npy", np.full((1, 100, 2), 2**40))
+    (trace / "deep.json").write_text("[" * 100_000)
+    (trace / "lists.jsonl").write_text('["expert_load"]')
+    (trace / "ranks").mkdir()
+    (trace / "ranks/rank1.safetensors").write_bytes(b"")
     (trace / "run").mkdir()
     (trace / "run/metrics.jsonl").write_text(json.dumps({"step": 0, "loss": 2.0}) + "\n")
     with pytest.raises(SystemExit) as left:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -182,6 +183,25 @@ def objects_of_torch(tmp_path):
     return tmp_path / "a.pt"
 
 
+def one_line(tmp_path, tpe):
+    line = tpe if isinstance(tpe, str) else json.dumps({"iter": 0, "layer": 0, "tpe": tpe})
+    (tmp_path / "a.jsonl").write_text(line)
+    return tmp_path / "a.jsonl"
+
+
+WRONG_LINES = [
+    ([1.5, 2], "whole numbers"),
+    ([1e30, 2], "whole numbers"),
+    ([10**30, 2], "something else than numbers"),
+    ([1 << 53, 1 << 53], r"more than 2\^53 choices"),
+    ("[]", "IndexError|AttributeError"),
+    ('{"iter": 1e999, "layer": 0, "tpe": [1]}', "OverflowError"),
+    ('{"step": 0, "layer": 0, "top_indices": [[0, 1.5]]}', "whole numbers"),
+    ('{"step": 0, "layer": 0, "top_indices": [[-5, 1]]}', "expert ids from -5 to 1; use -1 to 1"),
+    ('{"step": 0, "layer": 0, "top_indices": [[0, 10000000]]}', "more than 1048576 are no layer's"),
+]
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -198,6 +218,7 @@ def objects_of_torch(tmp_path):
         (negative, "not negative"),
         (fraction, "whole numbers"),
         (half_json, "JSONDecodeError"),
+        *((partial(one_line, tpe=tpe), "a.jsonl .*" + says) for tpe, says in WRONG_LINES),
         (unknown, "ends in none of"),
         (lambda path: path / "nothing", "does not exist"),
         (lambda path: path, "holds no lines"),
@@ -264,6 +285,15 @@ def test_uneven_slots_are_written_down(tmp_path) -> None:
         ),
         ("initial_global_assignments:\n  0: [0, 1, 2]\n", "it has no 'num_slots'"),
         ("num_slots: 4\ninitial_global_assignments:\n  0: [0, 1, ", "it is no YAML"),
+        (
+            "num_slots: 4\ninitial_global_assignments:\n  0: [0, 1, 1.5, 0]\n",
+            "1.5 is no whole number",
+        ),
+        (
+            "num_slots: 4\ninitial_global_assignments:\n  .inf: [0, 1, 2, 0]\n",
+            "cannot convert float infinity",
+        ),
+        ("[" * 2000, "recursion"),
         ("", "it is no mapping"),
     ],
 )

@@ -89,6 +89,7 @@ def test_fabric_files(tmp_path: Path) -> None:
         ([{"ranks": 8, "gbytes_s": 1}, {"ranks": 12}], "no multiple of the 8 below"),
         ([{"ranks": 8, "gbytes_s": 1, "speed": 2}], "'speed'; known are"),
         ([{"ranks": 8, "gbytes_s": 0}], "gbytes_s 0; give a number above 0"),
+        ([{"ranks": 8, "gbytes_s": 10**400}], "gbytes_s 10*; give a number above 0"),
         ([{"ranks": 8, "gbytes_s": math.nan}], "gbytes_s nan; give a number above 0"),
         ([{"gbytes_s": "1e3"}], "gbytes_s '1e3'; give a number above 0; it is text, as 1e3 is in YAML"),
         ([{"gbytes_s": 1, "status": "sure"}], "status 'sure'; use measured, fitted, assumed"),
@@ -106,9 +107,10 @@ def test_wrong_fabrics_are_refused(lines: list, said: str) -> None:
 
 
 def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
-    (tmp_path / "fabric.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"fabric\.json cannot be read"):
-        Fabric.read(tmp_path / "fabric.json", 8)
+    for content in (b"\xff\xfe", b"[" * 100_000):
+        (tmp_path / "fabric.json").write_bytes(content)
+        with pytest.raises(ValueError, match=r"fabric\.json cannot be read"):
+            Fabric.read(tmp_path / "fabric.json", 8)
 
 
 def test_a_network_holds_all_ranks_or_says_so() -> None:
@@ -514,11 +516,27 @@ def test_shipped_profiles_name_their_sources(name: str) -> None:
         assert entry.status != "fitted" or "benchmarks/results/" in entry.source
 
 
-@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "fast", True, None])
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "fast", True, None, 10**400, 1e-300])
 def test_a_rate_that_is_none_is_refused(value) -> None:
     """The simulator would look for a begin of a move that never comes."""
     wrong = {"pair_bytes_s": Entry(value=value, status="measured", source="by hand")}
-    with pytest.raises(ValueError, match=r"profile: pair_bytes_s is .*; a finite number above 0 is wanted"):
+    with pytest.raises(ValueError, match=r"profile: pair_bytes_s is .*; a number above 0 is wanted, at most"):
+        H200.with_entries(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("tile_rows", 0.5, "a whole number from 1 up"),
+        ("bytes_slows_moves", 0, "a number above 0"),
+        ("reading_exponent", 0.1, "a number from 1 up"),
+        ("plan_s", -1, "a number from 0 up"),
+    ],
+)
+def test_a_figure_that_ends_no_task_is_refused(name: str, value: float, kind: str) -> None:
+    """A part of a tile, or a move that is slowed to nothing, had no end, and so had the simulator."""
+    wrong = {name: Entry(value=value, status="measured", source="by hand")}
+    with pytest.raises(ValueError, match=f"profile: {name} is {value}; {kind} is wanted"):
         H200.with_entries(wrong)
 
 
@@ -528,8 +546,12 @@ def test_profiles_in_and_out(tmp_path: Path) -> None:
     (tmp_path / "here.json").write_text("{}")
     with pytest.raises(ValueError, match=r"here\.json is no profile .*; measure it again"):
         Profile.load(tmp_path / "here.json")
-    (tmp_path / "here.json").write_bytes(b"\x00\xff")
-    with pytest.raises(ValueError, match=r"here\.json is no profile .*; measure it again"):
+    for content in (b"\x00\xff", b"[" * 100_000):
+        (tmp_path / "here.json").write_bytes(content)
+        with pytest.raises(ValueError, match=r"here\.json is no profile .{,200}; measure it again"):
+            Profile.load(tmp_path / "here.json")
+    (tmp_path / "here.json").write_text('{"machine": "by hand", "most_ranks": null, "entries": {}}')
+    with pytest.raises(ValueError, match="most_ranks is None; a whole number from 1 up is wanted"):
         Profile.load(tmp_path / "here.json")
     with pytest.raises(ValueError, match="moon is not there; give a file of `imbrex profile`, or h200"):
         Profile.load("moon")

@@ -13,6 +13,7 @@ import numpy as np
 
 from imbrex.placement.packing import Floats
 from imbrex.placement.replay import imbalance_of, mean_over_layers
+from imbrex.runtime.checks import UNREADABLE, why
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -53,8 +54,8 @@ def read_journal(path: Path) -> Story:
         every = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         lines = [line for line in every if "crossings" in line]
         last = lines[-1] if lines else None
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"report: {path} is no whole journal of a balancer ({_why(error)})") from None
+    except UNREADABLE as error:
+        raise ValueError(f"report: {path} is no whole journal of a balancer ({why(error)})") from None
     if last is None:
         raise ValueError(
             f"report: {path} has no line of a balancer; run with OnlineBalancer(journal=...), or "
@@ -79,13 +80,8 @@ def read_journal(path: Path) -> Story:
                 "stopped": "yes" if last["stopped"] else "no",
             },
         )
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"report: {path} is no whole journal of a balancer ({_why(error)})") from None
-
-
-def _why(error: Exception) -> str:
-    """A few words: the text of an error may hold a whole file."""
-    return f"{type(error).__name__}: {error}"[:200]
+    except UNREADABLE as error:
+        raise ValueError(f"report: {path} is no whole journal of a balancer ({why(error)})") from None
 
 
 def write_story(path: Path, title: str, story: Story, before: Story | None = None) -> None:

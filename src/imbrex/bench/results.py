@@ -64,12 +64,17 @@ def check_results(path: str | os.PathLike[str], question: str) -> None:
     _read(Path(path), question, {"command": "", "hardware": None})
 
 
-def check_file(option: str, path: str | None) -> None:
-    """Raise ValueError where the file that an option names cannot be written: to be asked before the work
-    whose results it gets. `None` and `-` are no files."""
-    if path is None or path == "-":
+def check_file(option: str, path: str | None, **others: str | None) -> None:
+    """Raise ValueError where the file that an option names cannot be written, or is that of another option,
+    which reads or writes it: to be asked before the work whose results it gets. `None` is no file."""
+    if path is None:
         return
+    if path == "-":
+        raise ValueError(f"--{option} -: a file is wanted; give its name, or /dev/stdout")
     at = Path(path)
+    for other, name in others.items():
+        if name and Path(name).resolve() == at.resolve() and (at.is_file() or not at.exists()):
+            raise ValueError(f"--{option} {path}: --{other} is the same file; give another")
     if not path.strip() or at.is_dir() or (at.exists() and not os.access(at, os.W_OK)):
         raise ValueError(f"--{option} {path}: that is no file that can be written; give another")
     # Devices and pipes are written where they are; a file is written beside its name, and renamed.

@@ -18,7 +18,7 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(args: argparse.Namespace) -> int:
-    check_file("out", args.out)
+    check_file("out", args.out, journal=args.journal)
     story = read_journal(Path(args.journal))
     write_story(Path(args.out), "Balance", story)
     print(f"{args.out}: {len(story.loads_ILW)} iterations, {len(story.switched)} new placements")

@@ -35,7 +35,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(args: argparse.Namespace) -> int:
-    check_file("out", args.out)
+    check_file("out", args.out, stats=args.stats_input)
     if args.updates < 0:
         raise ValueError(f"--updates is {args.updates}: give 0 or more")
     history = load_input(args.stats_input, args)
@@ -51,7 +51,7 @@ def plan(args: argparse.Namespace) -> int:
         max_moves=args.max_moves,
     )
     old = None
-    if args.old:
+    if args.old is not None:
         old = read_plan(args.old, args.ranks, history.num_experts, layers=history.layers).placements
     placements = plan_history(history, target, old)
     write_plan(args.out, BalancePlan(placements=placements, layer_updates_per_iter=args.updates))

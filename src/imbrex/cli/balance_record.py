@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from imbrex.balancer.report import METRICS
+from imbrex.balancer.report import JOURNAL, METRICS
 from imbrex.cli.balance_input import add_input, load_input
 from imbrex.placement import LoadHistory, write_history
+from imbrex.placement.history_files import whole_numbers
+from imbrex.runtime.checks import UNREADABLE, why
 
 
 def add_record_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,8 +23,9 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
 def record(args: argparse.Namespace) -> int:
     if not args.out.strip():
         raise ValueError("--out is empty: give a folder")
+    _refuse_other_ranks(Path(args.out))
     path = Path(args.run_input)
-    path = path / METRICS if (path / METRICS).exists() else path
+    path = next((path / name for name in (METRICS, JOURNAL) if (path / name).exists()), path)
     history = read_metrics(path) if _has_loads(path) else load_input(args.run_input, args)
     write_history(args.out, history)
     print(
@@ -30,6 +33,15 @@ def record(args: argparse.Namespace) -> int:
         f"{history.num_experts} experts"
     )
     return 0
+
+
+def _refuse_other_ranks(folder: Path) -> None:
+    """Raise ValueError where the folder holds files of other ranks: readers add them to the one written."""
+    others = [
+        file.name for file in sorted(folder.glob("rank*.safetensors")) if file.name != "rank0.safetensors"
+    ]
+    if others:
+        raise ValueError(f"--out {folder}: it holds {others[0]}, which would be added; give a new folder")
 
 
 def _has_loads(path: Path) -> bool:
@@ -48,11 +60,12 @@ def read_metrics(path: Path) -> LoadHistory:
         counted = [entry for entry in entries if "expert_load" in entry]
         for entry in [entry for entry in counted if "crossings" in entry] or counted:
             layers = entry.get("layers")
-            loads.append(np.rint(np.array(entry["expert_load"], dtype=np.float64)).astype(np.int64))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"record: {path} cannot be read ({error})") from None
+            loads.append(whole_numbers(np.rint(np.array(entry["expert_load"], dtype=np.float64))))
+        numbers = None if layers is None else tuple(map(int, layers))
+    except UNREADABLE as error:
+        raise ValueError(f"record: {path} cannot be read ({why(error)})") from None
     if not loads or len({load.shape for load in loads}) > 1 or loads[0].ndim != 2:
         raise ValueError(
             f"record: {path} has no expert_load [layers, experts] in its steps; run the demo anew"
         )
-    return LoadHistory(counts_ILE=np.stack(loads), layers=tuple(layers or range(loads[0].shape[0])))
+    return LoadHistory(counts_ILE=np.stack(loads), layers=numbers or tuple(range(loads[0].shape[0])))

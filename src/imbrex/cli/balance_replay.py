@@ -41,8 +41,9 @@ def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def replay(args: argparse.Namespace) -> int:
-    check_file("json", args.json)
-    check_file("html", args.html)
+    for trace in args.trace_input:
+        check_file("json", args.json, trace=trace)
+        check_file("html", args.html, trace=trace, json=args.json)
     pace = Pace(layer_updates_per_iter=args.updates)
     rows, stories = [], []
     print(f"{'ranks':>5} {'slots':>6} {'policy':<13} {'mean':>8} {'p90':>8} {'worst':>8} {'fetches':>8}")
@@ -51,7 +52,9 @@ def replay(args: argparse.Namespace) -> int:
         sources = min(number for _, number in loaded)
         train, test = _divide([history for history, _ in loaded], args.train, sources)
         whole = test.pool(sources)
-        slots = _numbers("--slots", args.slots) if args.slots else [train.num_experts + 2 * num_ranks]
+        slots = (
+            _numbers("--slots", args.slots) if args.slots is not None else [train.num_experts + 2 * num_ranks]
+        )
         for num_slots in slots:
             for policy in args.policy.split(","):
                 if policy in ENGINES and num_slots % num_ranks:

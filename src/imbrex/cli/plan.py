@@ -53,15 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0; 1 where no layout can run."""
-    for name in ("json", "report", "placement"):
-        check_file(name, getattr(args, name))
-    if args.placement and not args.trace_input:
-        raise ValueError("--placement: popularity that is drawn says nothing of your experts; give --trace")
-    if args.skew is not None and args.trace_input:
+    _check_files(args)
+    if args.skew is not None and args.trace_input is not None:
         raise ValueError("--skew: a trace says how choices fall; give one of the two")
     profile = Profile.load(args.profile)
     shape = _shape(args.model, profile)
-    history = _history(args, shape) if args.trace_input else None
+    history = _history(args, shape) if args.trace_input is not None else None
     world = World(
         profile=profile,
         fabric=_fabric(args, profile),
@@ -93,6 +90,21 @@ def run(args: argparse.Namespace) -> int:
         assert history is not None
         print(_write_placement(args.placement, history, plans[0].layout), file=output)
     return 0
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    ours: dict[str, str | None] = {
+        "trace": args.trace_input,
+        "network": args.network,
+        "profile": args.profile,
+    }
+    for name in ("json", "report", "placement"):
+        path = getattr(args, name)
+        if (name, path) != ("json", "-"):
+            check_file(name, path, **ours)
+            ours[name] = path
+    if args.placement and args.trace_input is None:
+        raise ValueError("--placement: popularity that is drawn says nothing of your experts; give --trace")
 
 
 def _write_json(path: str, content: dict[str, Any]) -> None:
@@ -152,7 +164,7 @@ def _fabric(args: argparse.Namespace, profile: Profile) -> Fabric:
             raise ValueError(f"--{name} is {number}: give at least 1")
     if args.gpus % nodes:
         raise ValueError(f"plan: {args.gpus} GPUs do not divide into {nodes} nodes; give a multiple")
-    if not args.network:
+    if args.network is None:
         return islands(profile, args.gpus, args.gpus // nodes)
     fabric = Fabric.read(args.network, args.gpus)
     size = min(fabric.node, args.gpus)

@@ -11,6 +11,8 @@ from imbrex.placement.packing import Floats, Ints
 
 MOST_EXPERTS = 1 << 20
 """The most experts; a larger id is taken for an error, since counts of so many would not fit into memory."""
+MOST_CHOICES = 1 << 53
+"""The most choices of all iterations: sums of more would be rounded, or overflow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +40,8 @@ class LoadHistory:
             raise ValueError(f"statistics: {counts.shape[1]} layers are numbered {list(self.layers)}")
         if counts.dtype != np.int64 or (counts < 0).any():
             raise ValueError("statistics: counts must be int64 and not negative")
+        if counts.sum(dtype=np.float64) > MOST_CHOICES:
+            raise ValueError("statistics: counts of more than 2^53 choices in all; they are of no run")
 
     @property
     def num_experts(self) -> int:
@@ -79,6 +83,14 @@ class LoadHistory:
         return np.tensordot(weights_I, self.counts_ILE, axes=1)
 
 
+def check_ids(ids: NDArray[np.integer], num_experts: int) -> None:
+    """Raise ValueError where an id is no expert's; -1 is a choice that was dropped."""
+    if num_experts > MOST_EXPERTS:
+        raise ValueError(f"trace: {num_experts} experts; more than {MOST_EXPERTS} are no layer's")
+    if ids.size and (ids.min() < -1 or ids.max() >= num_experts):
+        raise ValueError(f"trace: expert ids from {ids.min()} to {ids.max()}; use -1 to {num_experts - 1}")
+
+
 def history_of_ids(ids_LTK: NDArray[np.integer], num_experts: int, batch: int) -> LoadHistory:
     """Build a history from a trace of tokens: every `batch` tokens are an iteration, and a remainder is
     dropped.
@@ -86,14 +98,9 @@ def history_of_ids(ids_LTK: NDArray[np.integer], num_experts: int, batch: int) -
     ids_LTK: integers [layers, tokens, choices], `-1` for a dropped choice.
     """
     num_layers, num_tokens, top_k = ids_LTK.shape
-    if num_experts > MOST_EXPERTS:
-        raise ValueError(f"trace: {num_experts} experts; more than {MOST_EXPERTS} are no layer's")
     if not 1 <= batch <= num_tokens:
         raise ValueError(f"trace: batches of {batch} tokens from {num_tokens}; use 1 to {num_tokens}")
-    if ids_LTK.min() < -1 or ids_LTK.max() >= num_experts:
-        raise ValueError(
-            f"trace: expert ids from {ids_LTK.min()} to {ids_LTK.max()}; use -1 to {num_experts - 1}"
-        )
+    check_ids(ids_LTK, num_experts)
     whole = num_tokens // batch
     ids = ids_LTK[:, : whole * batch].astype(np.int64).reshape(num_layers, whole, batch * top_k)
     row = np.arange(num_layers)[:, None, None] * whole + np.arange(whole)[:, None]

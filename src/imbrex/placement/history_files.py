@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from imbrex.placement.history import LoadHistory, history_of_ids
+from imbrex.placement.history import MOST_CHOICES, LoadHistory, check_ids, history_of_ids
 from imbrex.placement.packing import Ints
 from imbrex.placement.safetensors_file import read_arrays, write_arrays
+from imbrex.runtime.checks import UNREADABLE, why
 
 META = "meta_info.json"
 
@@ -57,18 +58,8 @@ def read_history(
         if path.suffix not in readers:
             raise ValueError(f"the name ends in none of {', '.join(readers)}")
         return readers[path.suffix]()
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        OSError,
-        EOFError,
-        MemoryError,
-        pickle.UnpicklingError,
-        RuntimeError,
-    ) as error:
-        first = (str(error).splitlines() or [""])[0].removeprefix("statistics: ")
-        what = first if type(error) is ValueError else f"{type(error).__name__}: {first}"
+    except (*UNREADABLE, pickle.UnpicklingError, RuntimeError) as error:
+        what = str(error).removeprefix("statistics: ") if type(error) is ValueError else why(error)
         raise ValueError(f"statistics: cannot read {path} ({what})") from None
 
 
@@ -101,7 +92,7 @@ def _read_tensorrt_llm(path: Path) -> LoadHistory:
             if counts_E.shape != (num_experts,):
                 raise ValueError(f"{file.name}: {name} has shape {counts_E.shape}, not [{num_experts}]")
             iteration, layer = (int(part) for part in name.split("_"))
-            counts[iteration, layer] = counts.get((iteration, layer), 0) + counts_E.astype(np.int64)
+            counts[iteration, layer] = counts.get((iteration, layer), 0) + whole_numbers(counts_E)
     return _from_cells(counts, int(meta.get("num_experts_per_token", 0)))
 
 
@@ -139,23 +130,34 @@ def _check_kind(
             )
 
 
-def _from_counts(counts: Any) -> LoadHistory:
-    """Build a history from whole numbers [L, E] or [steps, L, E]."""
+def whole_numbers(values: Any) -> Ints:
+    """Numbers of a file as int64. Raises ValueError where one is none, or no whole one of at most 2^53."""
     try:
-        array = np.asarray(counts.cpu() if isinstance(counts, torch.Tensor) else counts, dtype=np.float64)
-    except (ValueError, TypeError):
+        array = np.asarray(values.cpu() if isinstance(values, torch.Tensor) else values)
+        array = (
+            array if np.issubdtype(array.dtype, np.integer) else array.astype(np.float64, casting="same_kind")
+        )
+    except (OverflowError, TypeError, ValueError):
         raise ValueError(
             "rows of counts differ in length, or hold something else than numbers; give layers of one kind "
             "in a file"
         ) from None
-    array = array[None] if array.ndim == 2 else array
-    if array.ndim != 3 or not np.isfinite(array).all() or (np.rint(array) != array).any():
+    # NaN is not, either.
+    if not ((np.abs(array) <= MOST_CHOICES) & (np.rint(array) == array)).all():
         raise ValueError(
             f"counts of shape {array.shape}, {np.isnan(array).sum()} of them NaN; expected whole numbers "
-            "[steps, layers, experts]"
+            "up to 2^53"
         )
-    whole = array.astype(np.int64)
-    return LoadHistory(counts_ILE=whole, layers=tuple(range(array.shape[1])))
+    return array.astype(np.int64)
+
+
+def _from_counts(counts: Any) -> LoadHistory:
+    """Build a history from whole numbers [L, E] or [steps, L, E]."""
+    array = whole_numbers(counts)
+    array = array[None] if array.ndim == 2 else array
+    if array.ndim != 3:
+        raise ValueError(f"counts of shape {array.shape}; expected whole numbers [steps, layers, experts]")
+    return LoadHistory(counts_ILE=array, layers=tuple(range(array.shape[1])))
 
 
 def _read_json(path: Path) -> LoadHistory:
@@ -187,7 +189,7 @@ def _read_megatron(files: Iterable[Path], path: Path, num_experts: int) -> LoadH
     counts: dict[tuple[int, int], Ints] = {}
     for line in lines:
         where = int(line["iter"]), number[str(line.get("block", "")), int(line["layer"])]
-        counts_E = np.asarray(line["tpe"], dtype=np.int64)
+        counts_E = whole_numbers(line["tpe"])
         if counts_E.ndim != 1 or counts.get(where, counts_E).shape != counts_E.shape:
             raise ValueError(
                 f"lines of layer {where[1]} in iteration {where[0]} differ in their experts; "
@@ -198,11 +200,12 @@ def _read_megatron(files: Iterable[Path], path: Path, num_experts: int) -> LoadH
 
 
 def _largest_id(lines: list[dict]) -> int:
-    return max(int(np.max(line["top_indices"], initial=0)) for line in lines)
+    return max(int(np.max(whole_numbers(line["top_indices"]), initial=0)) for line in lines)
 
 
 def _count_line(line: dict, num_experts: int) -> dict:
-    ids = np.asarray(line["top_indices"], dtype=np.int64).ravel()
+    ids = whole_numbers(line["top_indices"]).ravel()
+    check_ids(ids, num_experts)
     tpe = np.bincount(ids[ids >= 0], minlength=num_experts)
     return {"iter": line["step"], "block": line.get("block", ""), "layer": line["layer"], "tpe": tpe}
 

@@ -20,6 +20,7 @@ from typing import Any
 from imbrex.contracts import Placement
 from imbrex.placement.layouts import from_slots
 from imbrex.placement.packing import spread
+from imbrex.runtime.checks import UNREADABLE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +89,7 @@ def read_plan(
         return BalancePlan(
             placements=placements, layer_updates_per_iter=int(content.get("layer_updates_per_iter", 0))
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except UNREADABLE as error:
         first = " ".join(str(error).split())
         what = f"it has no {first}" if isinstance(error, KeyError) else first
         raise ValueError(f"plan: cannot use {path}: {what}") from None
@@ -126,13 +127,20 @@ def _placement(
         raise ValueError(f"layer {layer} has {len(slots)} slots; {list(sizes)} do not share them out")
     ranks, at = [], 0
     for size in sizes:
-        ranks.append([int(e) for e in slots[at : at + size]])
+        ranks.append([_whole(expert) for expert in slots[at : at + size]])
         at += size
     try:
         return from_slots(ranks, num_experts)
     except ValueError as error:
         shared = f"its {len(slots)} slots on {num_ranks} ranks, which may be another number than it is for"
         raise ValueError(f"layer {layer}: {error}; {shared}") from None
+
+
+def _whole(number: Any) -> int:
+    """The number of an expert. Raises ValueError where it is none: 1.5 is not expert 1."""
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise ValueError(f"{number!r} is no whole number")
+    return number
 
 
 def _sizes(plan: BalancePlan) -> list[int] | None:

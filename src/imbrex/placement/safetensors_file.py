@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from imbrex.runtime.checks import UNREADABLE, why
+
 DTYPES = {"I64": "<i8", "I32": "<i4", "I16": "<i2", "U8": "|u1", "F32": "<f4", "F64": "<f8"}
 
 
@@ -24,14 +26,16 @@ def read_arrays(path: Path) -> dict[str, NDArray]:
         header = json.loads(raw[8 : 8 + length])
         header.pop("__metadata__", None)
         return {name: _array(raw[8 + length :], entry) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no whole safetensors file ({error}); record it again") from None
+    except UNREADABLE as error:
+        raise ValueError(f"{path} is no whole safetensors file ({why(error)}); record it again") from None
 
 
 def _array(body: bytes, entry: Mapping) -> NDArray:
     begin, end = entry["data_offsets"]
     if end > len(body):
         raise ValueError(f"it ends {end - len(body)} bytes early")
+    if not 0 <= begin <= end:
+        raise ValueError(f"its offsets are {begin} and {end}")
     return np.frombuffer(body[begin:end], dtype=DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
 

@@ -21,6 +21,16 @@ NOT_PICKLED = (
     "model.state_dict(), over ranks with imbrex.parallel.checkpoint, and load into a new model"
 )
 """The error message for pickling."""
+UNREADABLE = (
+    *(ArithmeticError, AttributeError, EOFError, LookupError, MemoryError),
+    *(OSError, RecursionError, TypeError, ValueError),
+)
+"""Errors of reading a file that is cut off, or of another kind."""
+
+
+def why(error: BaseException) -> str:
+    """Say in a few words what went wrong: the text of an error may hold a whole file."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
 
 
 def debug_is_on() -> bool:

@@ -61,8 +61,10 @@ def simulate(
     Example: two ranks whose experts take 1 and 3 seconds, everything else nothing: both end after 3, because
     the faster one waits for rows.
 
-    Raises ValueError if tasks wait for tasks that come later.
+    Raises ValueError if tasks wait for tasks that come later, or one takes no finite time.
     """
+    if not all(np.isfinite(seconds_W).all() for seconds_W in seconds.values()):
+        raise ValueError("simulate: a task never ends; give sizes and figures within reason")
     state = _State(order, seconds, contention or Contention(), len(next(iter(seconds.values()))))
     for number in range(len(order.moves)):
         state.send(number, wait=arrival is Arrival.COLLECTIVE)

@@ -24,12 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from imbrex.simulate.profile import STATUSES, Profile
+from imbrex.runtime.checks import UNREADABLE, why
+from imbrex.simulate.profile import MOST, STATUSES, Profile
 
 WORDS = {"name", "status", "source"}
 KNOWN = WORDS | {"ranks", "gbytes_s", "start_us", "latency_us", "oversubscription", "port_ranks"}
-
-UNREADABLE = (TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError, tomllib.TOMLDecodeError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +108,9 @@ class Fabric:
         try:
             return parse(_content(path), world)
         except UNREADABLE as error:
-            raise ValueError(f"fabric: {path} cannot be read ({error})") from None
+            if str(error).startswith("fabric: "):
+                raise
+            raise ValueError(f"fabric: {path} cannot be read ({why(error)})") from None
 
 
 def parse(content: Mapping[str, Any], world: int) -> Fabric:
@@ -119,7 +120,7 @@ def parse(content: Mapping[str, Any], world: int) -> Fabric:
         raise ValueError("fabric: no tiers; give a list of them under `tiers`, each with its settings")
     tiers: list[Tier] = []
     for place, line in enumerate(lines):
-        strange = sorted(set(line) - KNOWN)
+        strange = sorted(map(str, set(line) - KNOWN))
         if strange:
             raise ValueError(f"fabric: tier {place} has {strange[0]!r}; known are {', '.join(sorted(KNOWN))}")
         tiers.append(_tier(line, tiers, last=place == len(lines) - 1, world=world))
@@ -165,9 +166,9 @@ def _number(tier: str, key: str, value: Any) -> float:
         right, kind = number >= 0, "a number from 0 up"
     else:
         right, kind = number > 0, "a number above 0"
-    if not right or number == math.inf:
+    if not right or number > MOST or 0 < number < 1 / MOST:
         text = "; it is text, as 1e3 is in YAML: write 1000" if isinstance(value, str) else ""
-        raise ValueError(f"fabric: tier {tier} has {key} {value!r}; give {kind}{text}")
+        raise ValueError(f"fabric: tier {tier} has {key} {value!r:.80}; give {kind}{text}")
     return number
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from imbrex.runtime.checks import UNREADABLE, why
 
 STATUSES = ("measured", "fitted", "assumed")
 SHIPPED = Path(__file__).parent / "profiles"
@@ -26,8 +28,26 @@ class Entry:
             raise ValueError(f"profile: status {self.status!r}; use one of {', '.join(STATUSES)}")
 
 
-RATES = ("bytes_s", "flops_s", "values_s", "_ranks", "_rows", "_columns", "multiprocessors", "_bytes")
-"""Ends of the names of figures that something is divided by."""
+MOST = 1e30
+"""The largest figure, and one over the smallest that something is divided by: seconds are finite then."""
+DIVISORS = {
+    ("_ranks", "_rows", "_columns", "multiprocessors", "_bytes"): (1.0, "a whole number from 1 up"),
+    ("_exponent",): (1.0, "a number from 1 up"),
+    ("bytes_s", "flops_s", "values_s", "_slows_compute", "_slows_moves"): (1 / MOST, "a number above 0"),
+    ("_a_multiprocessor",): (1 / MOST, "a number above 0"),
+}
+"""The least of figures that something is divided by, and what they are, by the ends of their names."""
+
+
+def _check(name: str, value: Any) -> None:
+    """Raise ValueError where a figure is none that seconds can be computed from."""
+    end = name.partition(":")[0]
+    least, kind = next(
+        (rule for ends, rule in DIVISORS.items() if end.endswith(ends)), (0, "a number from 0 up")
+    )
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not least <= value <= MOST or ("whole" in kind and value % 1):
+        raise ValueError(f"profile: {name} is {value!r:.80}; {kind} is wanted, at most 1e30")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,11 +60,9 @@ class Profile:
     entries: Mapping[str, Entry]
 
     def __post_init__(self) -> None:
+        _check("most_ranks", self.most_ranks)
         for name, entry in self.entries.items():
-            value, least = entry.value, "above 0" if name.partition(":")[0].endswith(RATES) else "from 0 up"
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or value < 0 or (value == 0 and least == "above 0"):
-                raise ValueError(f"profile: {name} is {value!r}; a finite number {least} is wanted")
+            _check(name, entry.value)
 
     def __getitem__(self, name: str) -> float:
         if name not in self.entries:
@@ -91,8 +109,10 @@ class Profile:
                 most_ranks=content["most_ranks"],
                 entries={name: Entry(**entry) for name, entry in content["entries"].items()},
             )
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"profile: {path} is no profile ({error!r}); measure it again") from None
+        except UNREADABLE as error:
+            if str(error).startswith("profile: "):
+                raise
+            raise ValueError(f"profile: {path} is no profile ({why(error)}); measure it again") from None
 
 
 def shipped_profiles() -> list[str]:

@@ -170,14 +170,12 @@ def _check_files(args: argparse.Namespace) -> None:
         path = getattr(args, name)
         if not path:
             continue
-        check_file(name, path)
+        check_file(name, path, **({"json": args.json} if name == "report" else {}))
         # Of a pipe or a device nothing is read, and none is replaced.
         if Path(path).exists() and not Path(path).is_file():
             raise ValueError(f"--{name} {path}: that is no file that can be written; give another")
     if args.json:
         check_results(args.json, QUESTION)
-        if args.report and Path(args.report).resolve() == Path(args.json).resolve():
-            raise ValueError(f"--report {args.report}: --json is the same file; give another")
 
 
 def held_bytes(args: argparse.Namespace) -> int:
