@@ -256,6 +256,14 @@ EVENTS = [
         ("ranks/test_autograd.py::test_experts_that_run_again_find_their_rows",),
     ),
     Fault(
+        "checkpoints-run-again-for-every-part",
+        "runtime/gradients.py",
+        "a checkpointed forward runs again for every part of a backward, which torch refuses by operator",
+        "with _PartOfTask():",
+        "with nullcontext():",
+        ("ranks/test_autograd.py::test_two_calls_in_one_checkpoint_run_again_once",),
+    ),
+    Fault(
         "events-gradients-of-rows-in-vain",
         "overlap/events/device.py",
         "the gradients of weights are not those of the mask where rows were computed in vain",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import GraphExecGroup, checkpoint
+from torch.utils.checkpoint import GraphExecGroup, checkpoint, create_selective_checkpoint_contexts
 
 import imbrex
 from imbrex.overlap import Events, Serial, chunks
@@ -69,19 +71,39 @@ def saved_elsewhere(layer: Any, x_TD: Tensor) -> None:
     go_back(y_TD)
 
 
-def checkpointed(layer: Any, x_TD: Tensor) -> None:
-    go_back(checkpoint(layer, x_TD, use_reentrant=False))
-
-
-def checkpointed_once(layer: Any, x_TD: Tensor) -> None:
-    """One forward more, whatever the parts of a backward."""
+def calls_of(layer: Any, x_TD: Tensor, run: Callable[[Tensor], Any], *groups: Any) -> int:
+    """How often a backward of `run` calls the layer, the forward included."""
     calls = []
     hook = layer.gate.register_forward_hook(lambda *_: calls.append(1))
-    y_TD = checkpoint(layer, x_TD, use_reentrant=False)
-    with GraphExecGroup():
+    y_TD = run(x_TD)
+    with groups[0] if groups else nullcontext():
         go_back(y_TD)
     hook.remove()
-    assert len(calls) == 2
+    return len(calls)
+
+
+CHECKPOINT = partial(checkpoint, use_reentrant=False)
+
+
+def checkpointed(layer: Any, x_TD: Tensor) -> None:
+    """One forward more, whatever the parts of a backward."""
+    assert calls_of(layer, x_TD, partial(CHECKPOINT, layer)) == 2
+
+
+def checkpointed_in_a_group(layer: Any, x_TD: Tensor) -> None:
+    assert calls_of(layer, x_TD, partial(CHECKPOINT, layer), GraphExecGroup()) == 2
+
+
+def checkpointed_twice(layer: Any, x_TD: Tensor) -> None:
+    """One inside the other, which runs the forward once more for what is saved behind the inner one."""
+    one = torch.ones((), dtype=x_TD.dtype)
+    assert calls_of(layer, x_TD, partial(CHECKPOINT, lambda x_TD: CHECKPOINT(layer, x_TD) * one)) == 3
+
+
+def checkpointed_by_operator(layer: Any, x_TD: Tensor) -> None:
+    """Torch refuses to run such a forward again twice."""
+    products = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    assert calls_of(layer, x_TD, partial(CHECKPOINT, layer, context_fn=products)) == 2
 
 
 def checkpointed_reentrant(layer: Any, x_TD: Tensor) -> None:
@@ -138,7 +160,9 @@ def test_gradients_are_those_of_a_plain_backward(pool: Pool, transport: str, sch
     ways = [
         saved_elsewhere,
         checkpointed,
-        checkpointed_once,
+        checkpointed_in_a_group,
+        checkpointed_twice,
+        checkpointed_by_operator,
         checkpointed_reentrant,
         evaluated_before,
         with_hooks_of_modules,
@@ -230,6 +254,27 @@ def run_experts_again(ranks: Ranks, schedule: str) -> list[bool]:
             answers.append([gradient_of(leaf) for leaf in (x_TD, *layer.parameters())])
             layer.check(synchronize=True)
     return [torch.equal(a, b) for a, b in zip(*answers, strict=True)]
+
+
+def run_two_in_one(ranks: Ranks, schedule: str) -> tuple[list[bool], int]:
+    """Whether gradients of two calls in one checkpoint are those of a plain backward; and the calls."""
+    answers: list[list[Tensor]] = []
+    calls = 0
+    with emulating(ranks) as (nvlink, _):
+        for again in (False, True):
+            layer, x_TD = over_kernels(ranks, nvlink, schedule)
+            twice = lambda x_TD, layer=layer: layer(layer(x_TD))  # noqa: E731
+            calls = calls_of(layer, x_TD, partial(CHECKPOINT, twice) if again else twice)
+            answers.append([gradient_of(leaf) for leaf in (x_TD, *layer.parameters())])
+    return [torch.equal(a, b) for a, b in zip(*answers, strict=True)], calls
+
+
+@NEEDS_GPP
+@pytest.mark.parametrize("schedule", ["chunks", "fused", "events"])
+def test_two_calls_in_one_checkpoint_run_again_once(pool: Pool, schedule: str) -> None:
+    """The backward of the first uses what the second one's backward has computed again: there were nine calls
+    of each in two chunks, and four by the others."""
+    assert pool.run(2, run_two_in_one, schedule) == [([True] * 4, 4)] * 2
 
 
 def gradient_of(leaf: Tensor) -> Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, Self
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 __all__ = ["scale_gradient"]
@@ -16,6 +17,10 @@ __all__ = ["scale_gradient"]
 HOOKS = "_backward_hooks"
 """Where a tensor keeps its hooks, a dictionary that autograd reads at every gradient; torch has no open door
 to it."""
+
+
+# Without it a forward runs again for every part.
+_Group: Any = getattr(torch.utils.checkpoint, "GraphExecGroup", nullcontext)
 
 
 class _ScaledGradient(torch.autograd.Function):
@@ -49,11 +54,41 @@ def hooks_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
             hooks.update(copy)
 
 
+class _PartOfTask(_Group):
+    """A context in which a backward counts as a part of the one that runs already, for activation checkpoints
+    with `use_reentrant=False`: they run a forward again once for both.
+
+    A checkpoint looks up what it has computed by the group of backwards, otherwise by the number of the task
+    that autograd runs. This group is equal to that number.
+    """
+
+    def __init__(self) -> None:
+        self.task, self.entered = torch._C._current_graph_task_id(), False
+
+    def __hash__(self) -> int:
+        return hash(self.task)
+
+    def __eq__(self, other: object) -> bool:
+        return self.task == other
+
+    def __enter__(self) -> Self:
+        if self.task >= 0:
+            with suppress(RuntimeError):  # torch's, inside a group of the caller's, which shares already
+                super().__enter__()
+                self.entered = True
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.entered:
+            super().__exit__(*error)
+
+
 def gradients_to(leaves: Sequence[Tensor], out: Tensor, d_out: Tensor) -> list[Tensor | None]:
     """The gradient of every leaf from that of `out`; `None` for one that is not used, or that its caller has
     frozen since the forward."""
     trained = [leaf for leaf in leaves if leaf.requires_grad]
-    gradients = iter(torch.autograd.grad(out, trained, d_out, allow_unused=True) if trained else ())
+    with _PartOfTask():
+        gradients = iter(torch.autograd.grad(out, trained, d_out, allow_unused=True) if trained else ())
     return [next(gradients) if leaf.requires_grad else None for leaf in leaves]
 
 
