@@ -2,9 +2,9 @@
 
 A few layers of Qwen3-30B-A3B's widths, by transformers' own experts (grouped products) and with replaced
 blocks: the forward, the step of a training and `generate` with a static cache, as they are and compiled, in
-turns; `generate` also as CUDA graphs (`reduce-overhead`). Compiling takes most of the time: processes beside
-each other compile everything first, into torch's cache on disk, from which the process that measures reads
-it.
+turns. Compiling takes most of the time: processes beside each other compile everything first, into torch's
+cache on disk, from which the process that measures reads it. Not with `mode="reduce-overhead"`: `generate`
+so ends torch 2.11's process, with transformers' own experts as with imbrex's (docs/LOG.md, 2026-11-28).
 """
 
 from __future__ import annotations
@@ -94,10 +94,9 @@ def ways_of(side: str, op: str, layers: int, tokens: int) -> dict[str, Callable[
         return {"eager": forwards_of(model.eval(), ids), "compiled": forwards_of(compiled, ids)}
     if op == "step":
         return {name: steps_of(model, run, ids) for name, run in (("eager", model), ("compiled", compiled))}
-    prompt, twins = ids[:1, :64].expand(4, 64), [make(side, layers).eval() for _ in range(2)]
-    twins[0].compile()
-    twins[1].compile(mode="reduce-overhead")
-    models = dict(zip(("eager", "compiled", "graphs"), (model.eval(), *twins), strict=True))
+    prompt, twin = ids[:1, :64].expand(4, 64), make(side, layers).eval()
+    twin.compile()
+    models = {"eager": model.eval(), "compiled": twin}
     return {name: generations_of(each, prompt, disable_compile=True) for name, each in models.items()}
 
 

@@ -5,6 +5,9 @@ experts alone, and the layer over NCCL, in turns. The gain is serial over fused;
 of the time that serial takes beyond our experts alone. Comet counts rows that stay as compute: its measure is
 1 - (fused - fused without the wire) / (serial - serial without the wire). Without the wire means the same
 kernels on as many rows of every expert, all of its rank's own tokens.
+
+`--held SECONDS` runs every way of ours that long instead, one call after the other, and counts joules
+(`imbrex.bench.layer.held`).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch
 
 from imbrex.bench.ceilings import measure_ceilings
 from imbrex.bench.exchange.clock import run_ranks
+from imbrex.bench.layer.held import hold_layers
 from imbrex.bench.layer.race import (
     DY_BEFORE,
     FLOOR,
@@ -47,6 +51,7 @@ def main() -> None:
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--ops", default=",".join(OPS))
     parser.add_argument("--only", default="", help="names of implementations, serial's among them")
+    parser.add_argument("--held", type=float, default=0.0, help="seconds of each way, and count joules")
     args = parser.parse_args()
     world = torch.cuda.device_count()
     if world < 2:
@@ -61,7 +66,11 @@ def main() -> None:
     words = " ".join(word for word in given if not word.startswith("--out"))
     command = "make gpu-bench NAME=fused" + (f" ARGS='{words}'" if words else "")
     run = describe_run(command, measure_ceilings())
-    rows = run_ranks(race, world, entries, args.repeats, str(args.out), run, "fused")
+    out = str(args.out)
+    if args.held:
+        rows = run_ranks(hold_layers, world, entries, args.held, out, run)
+    else:
+        rows = run_ranks(race, world, entries, args.repeats, out, run, "fused")
     print(f"{len(rows)} rows in {args.out}")
 
 
