@@ -104,10 +104,10 @@ def hold_layers(
         for op in entry.ops:
             calls = runner.calls(op, inputs) | runner.local_calls(op, inputs)
             for name in (way for way in WAYS if way in calls):
-                found = hold(calls[name], seconds, meter)
-                shown = row_of(entry, runner, op, name, [found["mean_us"]], 0.0)
-                about = {"op": f"{op}, held", "impl": name, "case": shown["case"], "limit_w": meter.limit()}
-                rows.append(about | found | {"note": note_of(name, runner.experts.implementation)})
+                times = hold(calls[name], seconds, meter)
+                case = row_of(entry, runner, op, name, [times["mean_us"]], 0.0)["case"]
+                about = {"op": f"{op}, held", "impl": name, "case": case, "limit_w": meter.limit()}
+                rows.append(about | times | {"note": note_of(name, runner.experts.implementation)})
                 if rank == 0:
                     print(rows[-1], flush=True)
         if rank == 0:
@@ -119,6 +119,6 @@ def hold_layers(
 
 
 def idle_row(seconds: float, meter: Meter) -> dict[str, Any]:
-    """What a GPU draws whose only thread waits."""
-    found = hold(lambda: torch.cuda._sleep(PAUSE_CYCLES), seconds, meter)
-    return {"op": "held", "impl": IDLE, "case": {}, "limit_w": meter.limit()} | found
+    """A row of what a GPU draws whose only thread waits."""
+    times = hold(lambda: torch.cuda._sleep(PAUSE_CYCLES), seconds, meter)
+    return {"op": "held", "impl": IDLE, "case": {}, "limit_w": meter.limit()} | times
