@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import GraphExecGroup, checkpoint, create_selective_checkpoint_contexts
 
 import imbrex
@@ -184,6 +185,36 @@ def over_kernels(ranks: Ranks, nvlink: Any, schedule: str) -> tuple[Any, Tensor]
         dtype=torch.bfloat16,
     )
     return layer, inputs_of(ranks.rank, 20 + 9 * ranks.rank)[0]
+
+
+def run_kept(ranks: Ranks, transport: str, schedule: str) -> set[str]:
+    """Results that a call still holds when its caller has let go of them."""
+    kept: dict[str, StorageWeakRef] = {}
+
+    def watch(name: str, module: torch.nn.Module) -> None:
+        hook = lambda *call: kept.setdefault(name, StorageWeakRef(call[-1].untyped_storage())) and None  # noqa: E731
+        module.register_forward_hook(hook)
+
+    with emulating(ranks) if transport == "kernels" else nullcontext() as nvlink:
+        if nvlink is None:
+            layer, x_TD = make(ranks, transport, schedule)
+            watch("shared", layer.shared_expert)
+        else:
+            layer, x_TD = over_kernels(ranks, nvlink[0], schedule)
+            watch("experts", layer.experts)
+        watch("output", layer)
+        total = layer(x_TD).sum()
+        alive = {name for name, reference in kept.items() if not reference.expired()}
+        total.backward()
+    assert len(kept) == 2
+    return alive
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("transport", ["alltoall", pytest.param("kernels", marks=NEEDS_GPP)])
+def test_a_call_keeps_none_of_its_results(pool: Pool, transport: str, schedule: str) -> None:
+    """Nor does a backward want those of experts that multiply by the weights: as large as all rows."""
+    assert pool.run(2, run_kept, transport, schedule) == [set()] * 2
 
 
 def run_frozen(ranks: Ranks, transport: str, schedule: str, autocast: bool) -> bool:

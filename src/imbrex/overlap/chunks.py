@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from imbrex.contracts import (
     Crossing,
@@ -29,6 +30,7 @@ from imbrex.kernels.ffn.ffn import bring_gradient, brings_gradient
 from imbrex.kernels.fused.rows_out import rows_out
 from imbrex.overlap.gradients import gradients_of
 from imbrex.runtime.deferred import Deferral
+from imbrex.runtime.gradients import end_of
 
 
 @dataclass(slots=True)
@@ -43,7 +45,7 @@ class Chunk:
     rows_RD: Tensor | None = None
     beside: Any = None
     counts_e: Tensor | None = None
-    out_RD: Tensor | None = None
+    out_RD: Tensor | GradientEdge | None = None
     left: list[Any] = field(default_factory=list)
     deferral: Deferral | None = None
 
@@ -137,7 +139,7 @@ class Forward:
 
     def encode_back(self, chunk: int) -> None:
         c = self.chunks[chunk]
-        assert c.out_RD is not None
+        assert isinstance(c.out_RD, Tensor)
         weights = None if self.layer_experts.applies_weights else c.weights_R
         addend_TD = None if self.addend_TD is None else self.addend_TD[c.tokens]
         out_TD, addend = self.y_TD[c.tokens], None if addend_TD is None else lambda: addend_TD
@@ -156,6 +158,9 @@ class Forward:
         c.crossing = None
         if not self.keep:
             c.rows_RD = c.weights_R = c.out_RD = None
+        elif self.layer_experts.applies_weights:
+            assert isinstance(c.out_RD, Tensor)
+            c.out_RD = end_of(c.out_RD)
 
 
 class Backward:
@@ -181,8 +186,11 @@ class Backward:
         c = self.forward.chunks[chunk]
         assert c.out_RD is not None
         assert c.weights_R is not None
-        out_RD = None if self.forward.layer_experts.applies_weights else c.out_RD.detach()
-        if self.fusing is not None and out_RD is None and brings_gradient(c.out_RD):
+        out_RD = None
+        if not self.forward.layer_experts.applies_weights:
+            assert isinstance(c.out_RD, Tensor)
+            out_RD = c.out_RD.detach()
+        if self.fusing is not None and out_RD is None and brings_gradient(_node(c.out_RD)):
             c.crossing = self.fusing.combine_backward_beside(self.d_y_TD[c.tokens], c.weights_R, c.state)
             return
         c.crossing = self.dispatcher.combine_backward(self.d_y_TD[c.tokens], out_RD, c.weights_R, c.state)
@@ -203,7 +211,7 @@ class Backward:
         assert d_out is not None
         d_out_RD, d_weights_R = d_out
         if isinstance(d_weights_R, Staged):
-            bring_gradient(c.out_RD, rows_out(d_weights_R))
+            bring_gradient(_node(c.out_RD), rows_out(d_weights_R))
         applied_R = c.weights_R if c.weights_R.requires_grad else None
         with self.exchange.observer.span("experts_backward", layer=self.exchange.layer):
             d_rows, d_more_R, gradients = gradients_of(
@@ -252,6 +260,10 @@ class Backward:
         c = self.forward.chunks[chunk]
         _crossing(c).read(received)
         c.crossing, self.d_rows[chunk] = None, None
+
+
+def _node(out_RD: Tensor | GradientEdge) -> Any:
+    return out_RD.node if isinstance(out_RD, GradientEdge) else out_RD.grad_fn
 
 
 def _crossing(c: Chunk) -> Crossing:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from imbrex.runtime.gradients import gradients_to, hooks_aside
 
 
 def gradients_of(
-    out_RD: Tensor,
+    out_RD: Tensor | GradientEdge,
     d_out_RD: Tensor,
     rows_RD: Tensor,
     weights_R: Tensor | None,
@@ -19,12 +20,12 @@ def gradients_of(
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
     """Gradients of the experts' rows, of the rows' weights and of the parameters, from that of the outputs.
 
-    weights_R: where the experts apply them, else `None`, as is then their gradient. Rows and weights that
-    were not used have zeros, such parameters `None`.
+    out_RD: the outputs, or their `end_of`. weights_R: where the experts apply them, else `None`, as is then
+    their gradient. Rows and weights that were not used have zeros, such parameters `None`.
     """
     leaves = [rows_RD, *([] if weights_R is None else [weights_R]), *parameters]
     gradients: list[Tensor | None] = [None] * len(leaves)
-    if out_RD.requires_grad:
+    if isinstance(out_RD, GradientEdge) or out_RD.requires_grad:
         with hooks_aside(parameters):
             gradients = gradients_to(leaves, out_RD, d_out_RD)
     d_rows_RD = gradients.pop(0)

@@ -218,9 +218,11 @@ class _Run(torch.autograd.Function):
         work, orders = call
         work.addend_TD = addend_TD
         execute(orders.forward, work)
+        y_TD = work.y_TD
+        del work.x_TD, work.y_TD, work.addend_TD  # a backward does without them
         if work.keep:
             ctx.work, ctx.orders, ctx.parameters = work, orders, parameters
-        return work.y_TD
+        return y_TD
 
     @staticmethod
     @once_differentiable

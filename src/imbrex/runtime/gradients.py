@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 __all__ = ["scale_gradient"]
 """The name for adapters."""
@@ -83,7 +84,13 @@ class _PartOfTask(_Group):
             super().__exit__(*error)
 
 
-def gradients_to(leaves: Sequence[Tensor], out: Tensor, d_out: Tensor) -> list[Tensor | None]:
+def end_of(out: Tensor) -> Tensor | GradientEdge:
+    """The end of the graph that made `out`, for a backward that starts there later and wants no values; `out`
+    itself, if it has none."""
+    return get_gradient_edge(out) if out.requires_grad else out
+
+
+def gradients_to(leaves: Sequence[Tensor], out: Tensor | GradientEdge, d_out: Tensor) -> list[Tensor | None]:
     """The gradient of every leaf from that of `out`; `None` for one that is not used, or that its caller has
     frozen since the forward."""
     trained = [leaf for leaf in leaves if leaf.requires_grad]

@@ -498,10 +498,9 @@ def can_bring_gradient(down_eDF: Tensor) -> bool:
     return down_eDF.shape[2] % 64 == 0
 
 
-def brings_gradient(y_RD: Tensor) -> bool:
-    """Whether rows of the gradient of `y_RD` can come beside the first product of the backward of the `ffn`
-    that made it: there is a kernel, and nobody else reads them before, as nobody reads what is left."""
-    node: Any = y_RD.grad_fn
+def brings_gradient(node: Any) -> bool:
+    """Whether rows of a gradient can come beside the first product of a backward: its first node is that of
+    `ffn`, there is a kernel, and nobody else reads them before, as nobody reads what is left."""
     return node is not None and node.name() == f"{Ffn.__name__}Backward" and node.brings
 
 
@@ -513,9 +512,8 @@ def give_gradient(y_RD: Tensor) -> None:
         node.over = True
 
 
-def bring_gradient(y_RD: Tensor, beside: Beside) -> None:
+def bring_gradient(node: Any, beside: Beside) -> None:
     """Let `beside` be the kernel of that product. Where `brings_gradient`, before the backward, once."""
-    node: Any = y_RD.grad_fn
     node.beside = beside
 
 

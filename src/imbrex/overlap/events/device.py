@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from imbrex.contracts import Codec, Experts, Geometry, Placement, Routing, RowExchange
 from imbrex.exchange import plan
@@ -30,7 +31,7 @@ from imbrex.kernels.rows.weights import spread, weigh
 from imbrex.overlap.events.call import Call
 from imbrex.overlap.events.seat import learnt
 from imbrex.overlap.gradients import gradients_of
-from imbrex.runtime.gradients import looks_for_nan
+from imbrex.runtime.gradients import end_of, looks_for_nan
 from imbrex.runtime.streams import StreamEvent
 from imbrex.runtime.words import words
 from imbrex.transport.nvlink import TOKENS_MULTIPLE, Nvlink
@@ -128,7 +129,7 @@ class Computed:
     routed: Routed
     rows_RD: Tensor
     weights_R: Tensor
-    out_RD: Tensor
+    out_RD: Tensor | GradientEdge
 
 
 class DeviceForward(Call):
@@ -181,11 +182,15 @@ class DeviceForward(Call):
     def outputs(self, addend_TD: Tensor | None) -> tuple[Tensor, Tensor]:
         """Outputs [T, D]; and the choices that count: a mask, also where all do, because the host does not
         wait to know."""
-        exchange, call, out_RD = self.exchange, self.call, self.computed.out_RD.detach()
+        exchange, call, out_RD = self.exchange, self.call, self.computed.out_RD
+        assert isinstance(out_RD, Tensor)
         assert addend_TD is None or addend_TD.shape == self.x_TD.shape
         with exchange.observer.span("combine", layer=exchange.layer):
             added_TD = None if addend_TD is None else addend_TD.to(DTYPE).contiguous()
-            y_TD = self.seat.kernels.sum(call, out_RD, weighted=self.weighted, addend_TD=added_TD)
+            how = {"weighted": self.weighted, "addend_TD": added_TD}
+            y_TD = self.seat.kernels.sum(call, out_RD.detach(), **how)
+        if not self.weighted:
+            self.computed = replace(self.computed, out_RD=end_of(out_RD))
         self.count_load()
         if exchange.observer.enabled:
             self.count_drops(call.kept_TK, 1 - call.outcome_4W[0].long())
@@ -284,6 +289,7 @@ class DeviceBackward:
         observer, layer = forward.exchange.observer, forward.exchange.layer
         d_out_RD, d_weights_R = d_y_RD, None
         if forward.weighted:
+            assert isinstance(computed.out_RD, Tensor)
             with observer.span("combine_backward", layer=layer):
                 d_out_RD, d_weights_R = weigh(
                     d_y_RD, computed.out_RD.detach(), computed.weights_R, computed.routed
