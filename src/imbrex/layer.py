@@ -400,12 +400,25 @@ class MoELayer(nn.Module):
             refuse_ddp(self.experts, self.ranks)
             refuse_sharded(self.experts, self.ranks)
             refuse_meta(self)
-            self.exchange.settle(x)
         if self.is_copy and self.placement != self.exchange.geometry.placement:
             raise ValueError(
                 "MoELayer: this is a copy, and the experts of the layer that it was copied from have moved, "
                 "with the exchange that both use; copy it anew, or without a balancer"
             )
+        problem = None
+        try:
+            if self.routing is None:
+                self.exchange.settle(x)
+            self._check_in(x, kept_TK, together=together)
+        except ValueError as error:
+            if not together:
+                raise
+            problem = error
+        if together:
+            raise_in_data_group(self.ranks.data_group, problem)
+
+    def _check_in(self, x: Tensor, kept_TK: Tensor | None, *, together: bool) -> None:
+        """Meet the other ranks if this one's input is wrong, or if they come `together`."""
         wrong = self.exchange.dispatcher.why_not_tokens(x) is not None
         if kept_TK is not None and not wrong:
             expected = x.numel() // x.shape[-1], self.config.top_k
@@ -413,19 +426,11 @@ class MoELayer(nn.Module):
             if not isinstance(kept_TK, Tensor) or not is_plain(kept_TK):
                 kept_TK = torch.zeros(expected, dtype=torch.int64, device=x.device)
             wrong = kept_TK.shape != expected or kept_TK.dtype != torch.bool or kept_TK.device != x.device
-        problem = None
-        try:
-            if wrong or together:
-                herald = None
-                if not together and isinstance(self.strategy, Heralding):
-                    herald = self.strategy.herald(self.exchange)
-                self.exchange.check_in(x, kept_TK=kept_TK, herald=herald)
-        except ValueError as error:
-            if not together:
-                raise
-            problem = error
-        if together:
-            raise_in_data_group(self.ranks.data_group, problem)
+        if wrong or together:
+            herald = None
+            if not together and isinstance(self.strategy, Heralding):
+                herald = self.strategy.herald(self.exchange)
+            self.exchange.check_in(x, kept_TK=kept_TK, herald=herald)
 
     def _refuse_no_tensor(self, x: object) -> None:
         """Raise TypeError, and ValueError on the other ranks, which hear of it as of a wrong shape."""

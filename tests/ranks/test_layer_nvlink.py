@@ -65,7 +65,7 @@ def run_rows_kept_on_one(ranks: Ranks) -> str:
 def test_rows_that_one_rank_alone_dispatches_again(pool: Pool) -> None:
     """It would wait for them in its backward, as beside a rank that is compiled and keeps its own."""
     for said in pool.run(2, run_rows_kept_on_one):
-        assert "beside a compiled one by schedule='serial'" in said
+        assert "where only some are compiled, use schedule='serial'" in said
 
 
 @pytest.mark.parametrize("codec", [{"dispatch": "fp8", "combine_backward": "fp8"}, "fp8"])
@@ -384,7 +384,7 @@ def run_unrouted(ranks: Ranks, where: str) -> tuple[str, list[bool]]:
     gradient, whether it is NaN: experts that got no row have zeros."""
     (layer, optimizer), x_TD = make_impatient(ranks), tokens_of(CASE, ranks.rank)
     if ranks.rank == 1:
-        layer.exchange.dispatcher.check_in(x_TD, layer.gate(x_TD))
+        layer.exchange.dispatcher.agree([(x_TD, layer.gate(x_TD))])
         layer.exchange.dispatcher.agree_on_rows(None, torch.bfloat16)
         return "left", []
     with pytest.MonkeyPatch.context() as patch:

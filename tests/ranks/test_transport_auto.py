@@ -16,6 +16,7 @@ from imbrex.exchange.exchange import _may_choose_again as may_choose_again
 from imbrex.placement import contiguous
 from imbrex.transport import Auto, make, pick
 from tests.emulated import kernel
+from tests.poison import real_empty
 from tests.ranks.emulated_nvlink import EmulatedNvlink
 from tests.ranks.layer_jobs import Case, run_layer
 from tests.ranks.pool import Pool, RankError, Ranks
@@ -113,7 +114,7 @@ def test_tokens_that_became_bfloat16_are_told_of_nvlink_once(pool: Pool) -> None
 
 def settled(ranks: Ranks, kind: str) -> tuple[str, Any]:
     """The transport behind a first call under autocast, of ranks on which NVLink is there; what came of it,
-    and the gradient of an expert."""
+    and the gradient of an expert. kind: `compiled`, on the second rank alone."""
     from imbrex.exchange import exchange as home
 
     real, nvlink = home.make_transport, EmulatedNvlink(ranks.group)
@@ -130,7 +131,9 @@ def settled(ranks: Ranks, kind: str) -> tuple[str, Any]:
         layer = imbrex.MoELayer(config, ranks.group, transport=nvlink if asked else "auto")
         assert (layer.exchange.transport.name == "nvlink") is asked
         with torch.autocast("cpu", torch.bfloat16, enabled=kind != "one rank" or ranks.rank == 0):
-            y_TD = layer(x_TD)
+            compiled = kind == "compiled" and ranks.rank == 1
+            with real_empty():
+                y_TD = (torch.compile(layer, backend="aot_eager") if compiled else layer)(x_TD)
         y_TD.float().sum().backward()
     except ValueError as error:
         return "none", str(error)
@@ -146,6 +149,7 @@ def test_autocast_over_float32_weights_takes_nvlink(pool: Pool) -> None:
         assert name == other == "nvlink"
         assert found[0].dtype == torch.bfloat16
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    for name, said in pool.run(2, settled, "one rank"):
-        assert name != "nvlink"
-        assert "the dtype of x" in said
+    for kind, sentence in (("one rank", "the dtype of x"), ("compiled", "compile all ranks there, or none")):
+        for name, said in pool.run(2, settled, kind):
+            assert name == "none"
+            assert sentence in said

@@ -32,6 +32,8 @@ HEADER = 15
 of the ids, problem and its three details, chunks, promise, backwards. The constants below are the indices of
 some of them."""
 DTYPE, TOKENS, CHECKSUM, PROBLEM, CHUNKS, PROMISE, BACKWARDS = 5, 6, 7, 8, 12, 13, 14
+SETTLES = -2
+"""The number of chunks in the header of a call that may choose another transport before it dispatches."""
 TEXT_BYTES = 240
 """The most bytes of a sentence that `raise_together` sends to the other ranks."""
 EQUAL = {
@@ -43,7 +45,8 @@ EQUAL = {
     DTYPE: "the dtype of x",
     CHUNKS: "the number of chunks (a compiled layer has 1, as schedule='serial'; 0 is a check of the input "
     "alone, -1 one chunk of another schedule, of Serial(keep_rows=False), or of training where transformers "
-    "shares a model by tp_size: compile all ranks there, or none)",
+    "shares a model by tp_size, -2 a first call that may choose another transport: compile all ranks there, "
+    "or none)",
     BACKWARDS: "the layers gone back through since the last call (a checksum of their order)",
 }
 """The header's values that must be equal on all ranks, by index, and their names in error messages."""

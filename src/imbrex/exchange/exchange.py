@@ -33,7 +33,7 @@ from imbrex.contracts import (
     Wire,
 )
 from imbrex.exchange import autograd
-from imbrex.exchange.agreement import agree
+from imbrex.exchange.agreement import SETTLES, agree
 from imbrex.exchange.alone import AloneDispatcher
 from imbrex.exchange.autograd import Redispatch, StartedCrossing
 from imbrex.exchange.bytes import BytesDispatcher
@@ -46,7 +46,6 @@ from imbrex.placement import make_split, split_evenly
 from imbrex.placement.split import checked
 from imbrex.runtime.checks import NOT_PICKLED, piece
 from imbrex.runtime.waits import refuse_lost
-from imbrex.runtime.words import words
 from imbrex.transport import Auto, Nvlink, Tiers
 from imbrex.transport import make as make_transport
 from imbrex.transport.collective import Collective, device_of
@@ -292,11 +291,12 @@ class Exchange:
     def settle(self, x: Tensor) -> None:
         """Choose the transport again before the first call. If `auto` passed over `nvlink` only because of
         the dtype, and the tokens of all ranks turn out to be bfloat16, as under autocast, take it now.
-        Collective over the group, whose ranks all have the same settings; does nothing afterwards."""
+        Collective over the group, whose ranks all have the same settings; does nothing afterwards. Raises
+        ValueError on every rank where one's input is wrong, or a compiled call dispatches already."""
         if not self._missed_for_dtype or self.group is None or not _may_choose_again(self.group):
             return
-        answers_W = self.transport.exchange_counts(words(int(x.dtype == torch.bfloat16)))
-        if not bool(answers_W.all()):
+        self.dispatcher.check_in(*autograd.without_choices(x, self.geometry.top_k), before=SETTLES)
+        if x.dtype != torch.bfloat16:  # on no rank, then
             return
         self._missed_for_dtype = False
         transport, reason = self._make_transport()

@@ -92,16 +92,20 @@ class NvlinkMeeting(WiredDispatcher):
         self.transport.check(synchronize=synchronize)
 
     def check_in(self, x_TD: Tensor, routing: Routing, *, before: int = 0) -> None:
-        self.meet(x_TD, routing)
+        self.meet(x_TD, routing, checks=True)
 
     def agree(self, parts: Sequence[tuple[Tensor, Routing]], form: RowForm = RowForm.ROWS) -> list[Part]:
         return [self.meet(x_TD, routing, form) for x_TD, routing in parts]
 
-    def meet(self, x_TD: Tensor, routing: Routing, form: RowForm = RowForm.ROWS) -> Part:
-        """Tell all ranks of this part and hear of theirs. ValueError on all where one's input is wrong."""
+    def meet(
+        self, x_TD: Tensor, routing: Routing, form: RowForm = RowForm.ROWS, *, checks: bool = False
+    ) -> Part:
+        """Tell all ranks of this part and hear of theirs. ValueError on all where one's input is wrong.
+        checks: a check of the input alone, behind which ranks meet again: no other may dispatch by then."""
         problem = self._why_not_input(x_TD, routing)
         self.calls = next(self._counted)
-        kind = self.calls, self.number, self.layer, self.where, self.fuses << 1 | self.uncompiled
+        how = checks << 2 | self.fuses << 1 | self.uncompiled
+        kind = self.calls, self.number, self.layer, self.where, how
         note = hash(kind) % NOTES  # of whole numbers: the same in every process
         tokens, back = x_TD.shape[0], x_TD.requires_grad
         many = back and tokens >= self._spared.many_tokens(self.transport.num_owners)
@@ -118,7 +122,8 @@ class NvlinkMeeting(WiredDispatcher):
                 f"dispatch: ranks disagree about what is called: here call {self.calls} of exchange "
                 f"{self.number} (numbered as they were made), layer {self.layer}, placement "
                 f"{self.where:08x}; every rank must call the same layers in the same order, with the same "
-                "placement; beside a compiled one by schedule='serial'"
+                "placement; where only some are compiled, use schedule='serial', or 'fused' or 'auto' after "
+                "a first call that is compiled on none"
             )
         part, self.promised = part_of(routing.ids_TK, values_W)
         return part
