@@ -205,7 +205,10 @@ MESSAGES = {
     "counts": r"on rank 1, num_tokens_per_rank does not count is_token_in_rank",
     "device": r"on rank 1, tensors are on cpu, meta; the group takes them on cpu",
     "width": r"ranks disagree about the bytes of a row: 512 on rank 0, 510 on rank 1",
-    "experts": r"ranks disagree about the number of experts: 8 on rank 0, 6 on rank 1",
+    "experts": r"ranks disagree about the number of experts: 8 on rank 0, 16 on rank 1",
+    "nothing": r"on rank 1, AttributeError: 'NoneType' object has no attribute 'dim'",
+    "dtype": r"ranks disagree about the dtype of rows: torch.bfloat16 on rank 0, torch.float16 on rank 1",
+    "outside": r"on rank 1, topk_idx has ids outside \[-1, 8\)",
     "worst": r"rank 0 receives 6 tokens, more than num_worst_tokens, 4; give the tokens of all",
 }
 
@@ -222,7 +225,10 @@ def spoil(kind: str, given: dict[str, Any]) -> dict[str, Any]:
         "counts": {"num_tokens_per_rank": given["num_tokens_per_rank"] + 1},
         "device": {"x": x.to("meta")},
         "width": {"x": x[:, :-1]},
-        "experts": {"num_tokens_per_expert": given["num_tokens_per_expert"][:6]},
+        "nothing": {"x": None},
+        "dtype": {"x": x.half()},
+        "outside": {"topk_idx": given["topk_idx"] + 1},
+        "experts": {"num_tokens_per_expert": given["num_tokens_per_expert"].repeat(2)},
     }.get(kind, {})
 
 
@@ -270,6 +276,8 @@ def run_wrong_shapes(ranks: Ranks) -> list[str]:
         lambda: buffer.combine(rows[1:], handle),
         lambda: buffer.combine(rows, handle, topk_weights=weights[1:]),
         lambda: buffer.combine(rows.to(torch.float8_e4m3fn), handle),
+        lambda: buffer.dispatch(x_TD, handle=handle, expert_alignment=0),
+        lambda: buffer.dispatch(x_TD, num_worst_tokens=-1),
     ]
     said = []
     for call in calls:
@@ -292,6 +300,8 @@ def test_mistakes_that_need_no_other_rank(pool: Pool) -> None:
             "give a row for each",
             "give a row for each",
             "give bfloat16, float16 or float32",
+            "expert_alignment is 0; give a whole number from 1",
+            "a part of the layout is missing",
         ],
         strict=True,
     ):
@@ -303,6 +313,7 @@ def run_wrong_combine(ranks: Ranks, kind: str) -> tuple[list[str], bool]:
     buffer: Any = Buffer(ranks.group)
     x_TD, ids_TK, weights_TK = draw(ranks.rank, (5, 3))
     rows, _, weights, _, handle, _ = dispatch(buffer, x_TD, ids_TK, weights_TK)
+    another = dispatch(buffer, x_TD, ids_TK, weights_TK)[4]
     odd = ranks.rank == 1
     wrong: dict[str, Callable[[], Any]] = {
         "rows": lambda: buffer.combine(rows[1:] if odd else rows, handle),
@@ -313,6 +324,14 @@ def run_wrong_combine(ranks: Ranks, kind: str) -> tuple[list[str], bool]:
         "tokens": lambda: buffer.dispatch(x_TD[1:] if odd else x_TD, handle=handle),
         "handle": lambda: buffer.combine(rows, None if odd else handle),
         "handle again": lambda: buffer.dispatch(x_TD, handle=[1, 2] if odd else handle),
+        "no rows": lambda: buffer.combine(None if odd else rows, handle),
+        "another handle": lambda: buffer.combine(rows, another if odd else handle),
+        "another call": lambda: (
+            dispatch(buffer, x_TD, ids_TK, weights_TK) if odd else buffer.combine(rows, handle)
+        ),
+        "no handle": lambda: (
+            dispatch(buffer, x_TD, ids_TK, weights_TK) if odd else buffer.dispatch(x_TD, handle=handle)
+        ),
     }
     said = []
     for _ in range(2):
@@ -325,23 +344,30 @@ def run_wrong_combine(ranks: Ranks, kind: str) -> tuple[list[str], bool]:
 
 
 WRONG = {
+    "no rows": "combine: on rank 1, AttributeError: 'NoneType' object has no attribute 'dtype'",
+    "another handle": "combine: ranks disagree about which dispatch the handle is of: 1 on rank 0, 2 on rank",
     "rows": "combine: on rank 1, .* rows received; give a row for each",
     "width": "combine: ranks disagree about the width of rows",
     "dtype": "combine: ranks disagree about the dtype of rows",
     "weights": "combine: ranks disagree about what goes home beside them",
     "bias": "combine: on rank 1, bias is",
-    "tokens": "dispatch: on rank 1, .* tokens; dispatch as many again",
+    "tokens": "dispatch with a handle: on rank 1, .* tokens; dispatch as many again",
     "handle": "combine: on rank 1, handle is a NoneType; give that of a dispatch by this buffer",
-    "handle again": "dispatch: on rank 1, handle is a list; give that of a dispatch by this buffer",
+    "handle again": "dispatch with a handle: on rank 1, handle is a list; give that of a dispatch",
+}
+CALLS = {
+    "another call": "ranks make different calls: combine on rank 0, dispatch on rank 1; make the same",
+    "no handle": "ranks make different calls: dispatch with a handle on rank 0, dispatch on rank 1",
 }
 
 
-@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("kind", [*WRONG, *CALLS])
 def test_one_rank_s_mistake_without_a_plan_is_every_rank_s_at_every_call(pool: Pool, kind: str) -> None:
     (said, good), (other, fine) = pool.run(2, run_wrong_combine, kind)
     assert (said, good, fine) == (other, True, True)
+    expected = rf"\.{WRONG[kind]}" if kind in WRONG else f": {CALLS[kind]}"
     for text in said:
-        assert re.match(rf"deep_ep\.Buffer\.{WRONG[kind]}", text), text
+        assert re.match(rf"deep_ep\.Buffer{expected}", text), text
 
 
 def run_and_count_meetings(ranks: Ranks) -> list[int]:

@@ -225,6 +225,8 @@ def run_bad(ranks: Ranks, kind: str) -> tuple[str, list[int]]:
         "ids": {"routing_map": None, "probs": None, "topk_idx": torch.zeros(3, 1).long()},
         "experts": {"num_of_experts": 5},
         "waiting": {"non_blocking": True},
+        "padding": {"pad_multiple": -1},
+        "room": {"num_permuted_tokens": -1},
         "multiple": {"non_blocking": True, "num_permuted_tokens": 6, "pad_multiple": 4},
         "no probs": {"probs": None},
         "scales": {"scaling_factor": torch.ones(4, 1)},
@@ -249,6 +251,8 @@ MESSAGES = {
     "ids": r"on rank 1, topk_idx is \[3, 1\] for 4 tokens",
     "experts": r"on rank 1, 5 experts on 2 ranks; give a multiple",
     "waiting": r"on rank 1, non_blocking without num_permuted_tokens",
+    "padding": r"on rank 1, pad_multiple is -1; give a whole number from 1",
+    "room": r"on rank 1, num_permuted_tokens is -1; give a whole number from 0",
     "multiple": r"on rank 1, num_permuted_tokens 6 is not a multiple of pad_multiple 4",
     "no probs": r"ranks disagree about whether probabilities are given: 1 on rank 0, 0 on rank 1",
     "scales": r"ranks disagree about the bytes of a row: 24 on rank 0, 28 on rank 1",
@@ -282,6 +286,31 @@ def test_one_rank_without_its_handle_is_every_rank_s_error(pool: Pool) -> None:
     first, second = pool.run(2, run_foreign_handle)
     assert first == second
     assert all("on rank 1, pass the handle that a dispatch returned, whole" in text for text in first)
+
+
+def run_wrong_probs(ranks: Ranks) -> list[str]:
+    """One rank without new probabilities for a handle, with too narrow ones, with too few of rows."""
+    buffer, x_TD, odd = HybridEPBuffer(ranks.group, 6, 4, 2), torch.ones(4, 6), ranks.rank == 1
+    rows, *_, handle = buffer.dispatch_with_permute(hidden=x_TD, topk_idx=torch.arange(4)[:, None])
+    said, probs_TE, probs_R = [], torch.ones(4, 4), torch.ones(4)
+    again, back = {"hidden": x_TD, "handle": handle}, {"hidden": rows, "handle": handle}
+    for wrong in (None, probs_TE[:, 1:]):
+        with pytest.raises(ValueError, match="dispatch_with_permute") as error:
+            buffer.dispatch_with_permute(**again, probs=wrong if odd else probs_TE)
+        said.append(str(error.value))
+    with pytest.raises(ValueError, match="combine_with_unpermute") as error:
+        buffer.combine_with_unpermute(**back, probs=probs_R[1:] if odd else probs_R)
+    assert torch.equal(buffer.dispatch_with_permute(**again, probs=probs_TE)[1], probs_R)
+    assert torch.equal(buffer.combine_with_unpermute(**back, probs=probs_R)[1], torch.eye(4))
+    return [*said, str(error.value)]
+
+
+def test_one_rank_s_probabilities_are_looked_at_before_anything_moves(pool: Pool) -> None:
+    first, second = pool.run(2, run_wrong_probs)
+    assert first == second
+    assert "ranks disagree about whether probabilities are given: 1 on rank 0, 0 on rank 1" in first[0]
+    assert "on rank 1, probs is torch.float32 [4, 3]; give float32 [4, 4]" in first[1]
+    assert "on rank 1, probs is torch.float32 [3]; give float32 [4]" in first[2]
 
 
 def run_different_buffers(ranks: Ranks) -> str:

@@ -168,6 +168,7 @@ MISTAKES = {
     "experts": "on rank 1, 7 experts on 2 ranks; give a multiple",
     "exponents": "on rank 1, use_ue8m0 without round_scale",
     "both": "on rank 1, async_finish and return_recv_hook",
+    "stats": r"on rank 1, cumulative_local_expert_recv_stats is \[8\]; give int32 \[4\]",
 }
 
 
@@ -187,6 +188,7 @@ def make_mistake(ranks: Ranks, kind: str) -> tuple[str, bool]:
         "twice": {"topk_idx": torch.full_like(ids_TK, 3)},
         "experts": {"num_experts": 7},
         "exponents": {"use_ue8m0": True},
+        "stats": {"cumulative_local_expert_recv_stats": torch.zeros(8, dtype=torch.int32)},
         "both": {"async_finish": True, "return_recv_hook": True},
     }
     with pytest.raises(ValueError, match="low_latency_dispatch") as caught:
@@ -231,6 +233,8 @@ def make_mistake_in_sums(ranks: Ranks, kind: str) -> tuple[str, bool]:
     }
     with pytest.raises(ValueError, match="low_latency_combine") as caught:
         buffer.low_latency_combine(**given | (changes[kind] if ranks.rank == 1 else {}))
+    few = {"topk_idx": ids_TK[:, :2], "topk_weights": weights_TK[:, :2]}
+    buffer.low_latency_combine(**given | (few if ranks.rank == 1 else {}))
     y_TD, _, _ = buffer.low_latency_combine(**given)
     factor_T = torch.where(ids_TK < 0, 0.0, weights_TK).sum(1)
     return str(caught.value), torch.equal(y_TD.float(), factor_T[:, None].expand(-1, D))

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-from imbrex.adapters.deep_ep import Buffer, opening
+from imbrex.adapters.deep_ep import Buffer, HybridEPBuffer, opening
 from tests.emulated import kernel
 from tests.ranks import test_deep_ep, test_deep_ep_hybrid, test_deep_ep_megatron
 from tests.ranks.emulated_nvlink import EmulatedNvlink
@@ -64,7 +65,7 @@ def test_one_rank_s_mistake_is_every_rank_s_and_the_buffer_goes_on(nvlink: Any, 
 
 
 def test_one_rank_s_mistake_without_a_plan_is_every_rank_s_at_every_call(nvlink: Any) -> None:
-    for kind in test_deep_ep.WRONG:
+    for kind in [*test_deep_ep.WRONG, *test_deep_ep.CALLS]:
         test_deep_ep.test_one_rank_s_mistake_without_a_plan_is_every_rank_s_at_every_call(nvlink, kind)
 
 
@@ -90,3 +91,26 @@ def run_wider(ranks: Ranks) -> str:
 def test_wider_rows_than_were_dispatched_are_refused(nvlink: Any) -> None:
     for said in nvlink.run(2, run_wider):
         assert re.search("on rank 0, 1024 bytes a row to sum, 512 dispatched", said)
+
+
+def run_other_sizes(ranks: Ranks) -> list[str]:
+    """Inputs that every rank could serve by itself, on heaps of different sizes."""
+    buffer, x_TD, ids_TK = HybridEPBuffer(ranks.group, 16, 4, 2), torch.ones(4, 16), torch.arange(4)[:, None]
+    odd, said = ranks.rank == 1, []
+    for other in (
+        {"pad_multiple": 2},
+        {"topk_idx": ids_TK.repeat(1, 2).index_fill(1, torch.tensor([1]), -1)},
+    ):
+        good: dict[str, Any] = {"hidden": x_TD, "topk_idx": ids_TK, "pad_multiple": 1}
+        with pytest.raises(ValueError, match="ranks disagree about") as caught:
+            buffer.dispatch_with_permute(**good | (other if odd else {}))
+        said.append(str(caught.value))
+        assert buffer.dispatch_with_permute(**good)[3].tolist() == [2, 2]
+    return said
+
+
+def test_sizes_that_differ_are_compared_before_kernels_wait(nvlink: Any) -> None:
+    first, second = nvlink.run(2, run_other_sizes)
+    assert first == second
+    assert "pad_multiple: 1 on rank 0, 2 on rank 1" in first[0]
+    assert "the number of choices: 1 on rank 0, 2 on rank 1" in first[1]

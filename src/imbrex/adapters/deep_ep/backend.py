@@ -8,8 +8,12 @@ way back rank 0 gets two sums.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+import functools
+import operator
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -26,16 +30,55 @@ from imbrex.transport import words
 TEXT_BYTES = 240
 MOST_TOKENS = "num_max_dispatch_tokens_per_rank"
 """A setting: tokens of a rank that there is to be room for, whatever comes."""
-SUMMABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+DTYPE = "the dtype of rows"
+DTYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}, key=str)
+"""Dtypes by the numbers that ranks compare."""
 
 
-def kind_of(rows_ND: Tensor, beside: Tensor | None) -> dict[str, int]:
+def kind_of(rows_ND: Tensor, beside: Tensor | None, route: Any) -> dict[str, int]:
     """The settings of a combine that must be alike on every rank."""
     return {
         "the width of rows": rows_ND.shape[1],
-        "the dtype of rows": SUMMABLE.index(rows_ND.dtype),
+        DTYPE: DTYPES.index(rows_ND.dtype),
         "what goes home beside them": 0 if beside is None else 1 + sum(beside.shape[1:]),
+        **dispatch_of(route),
     }
+
+
+def kind_of_rows(columns: Sequence[Tensor]) -> dict[str, int]:
+    """The settings of a dispatch that must be alike; none are told of rows that are wrong."""
+    sizes = [column.shape[1] * column.dtype.itemsize for column in columns]
+    return {"the bytes of a row": sum(sizes), DTYPE: DTYPES.index(columns[0].dtype) if columns else -1}
+
+
+def dispatch_of(route: Any) -> dict[str, int]:
+    """The setting that tells which dispatch of a buffer a handle is of; 0 for one that was taken apart."""
+    return {"which dispatch the handle is of": 0 if route is None else route.number}
+
+
+def heard_by_all(call: Callable[..., Any]) -> Any:
+    """Let the other ranks hear, as of any wrong input, of an error that a call of a buffer raises here before
+    they have met in it, so that none waits for this one. It becomes a ValueError here, too, unless it says
+    that something is not offered."""
+
+    @functools.wraps(call)
+    def heard(self: Any, *arguments: Any, **options: Any) -> Any:
+        backend = self._backend
+        backend.met = False
+        try:
+            return call(self, *arguments, **options)
+        except NotImplementedError as error:
+            if not backend.met:
+                with suppress(ValueError):
+                    backend.meet(call.__name__, str(error), {})
+            raise
+        except Exception as error:
+            if not backend.met:
+                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                backend.meet(call.__name__, f"{kind}{error}", {})
+            raise
+
+    return heard
 
 
 class Labels(NamedTuple):
@@ -49,13 +92,15 @@ class Labels(NamedTuple):
 
 class Backend(Protocol):
     """Rows out to the ranks that want them, once each, and sums of rows back home: what both buffers are made
-    of. Over bytes, or by NVLink's kernels; a route is the backend's own, and knows `num_tokens`, T, and
-    `num_rows`, the compact rows received.
+    of. Over bytes, or by NVLink's kernels; a route is the backend's own, and knows `num_tokens`, T,
+    `num_rows`, the compact rows received, and `number`: which dispatch of the buffer it is of, from 1 on.
     """
 
     rank: int
     world_size: int
     transport: Any
+    met: bool
+    """Whether the ranks have met in the call that is under way."""
 
     def wrong_device(self, *tensors: Tensor | None) -> str: ...
 
@@ -187,6 +232,10 @@ class Backend(Protocol):
 class BackendBase:
     """A group, and how its ranks tell each other what is wrong. `who` stands in errors."""
 
+    met = False
+    dispatches = 0
+    """The number of dispatches that have been planned, on all ranks."""
+
     def __init__(self, who: str, group: dist.ProcessGroup | None, transport: str | contracts.Backend) -> None:
         self.who = who
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -202,7 +251,10 @@ class BackendBase:
 
     def wrong_device(self, *tensors: Tensor | None) -> str:
         """Says what is wrong with the devices of a call's tensors, or nothing."""
-        devices = {tensor.device for tensor in tensors if tensor is not None}
+        some = [tensor for tensor in tensors if tensor is not None]
+        if any(tensor.layout != torch.strided or tensor.is_quantized for tensor in some):
+            return "a tensor is sparse or quantised; give plain ones"
+        devices = {tensor.device for tensor in some}
         right = self.world_size == 1 or all(d.type == self.transport.device.type for d in devices)
         if len(devices) == 1 and right:
             return ""
@@ -222,17 +274,42 @@ class BackendBase:
         for place, name in enumerate(settings):
             for rank, values in enumerate(every_rank):
                 if values[place] != every_rank[0][place]:
+                    pair: list[Any] = [every_rank[0][place], values[place]]
+                    if name == DTYPE:
+                        pair = [DTYPES[number] for number in pair]
                     raise ValueError(
-                        f"{self.who}.{call}: ranks disagree about {name}: {every_rank[0][place]} on rank 0, "
-                        f"{values[place]} on rank {rank}; give every rank the same kind of input"
+                        f"{self.who}.{call}: ranks disagree about {name}: {pair[0]} on rank 0, {pair[1]} on "
+                        f"rank {rank}; give every rank the same kind of input"
                     )
 
     def raise_problems(self, call: str, problem: str) -> None:
-        text = problem.encode("ascii", "replace")[:TEXT_BYTES].ljust(TEXT_BYTES)
-        letters_WL = self.transport.exchange_counts(words(*text)).tolist()
-        problems = [(rank, bytes(letters).decode().rstrip()) for rank, letters in enumerate(letters_WL)]
-        rank, sentence = next((rank, sentence) for rank, sentence in problems if sentence)
-        raise ValueError(f"{self.who}.{call}: on rank {rank}, {sentence}")
+        texts = enumerate(self._tell_text(f"{call}: {problem}" if problem else ""))
+        rank, text = next((rank, text) for rank, text in texts if text)
+        theirs, _, sentence = text.partition(": ")
+        raise ValueError(f"{self.who}.{theirs}: on rank {rank}, {sentence}")
+
+    def note_of(self, call: str, settings: Mapping[str, int]) -> int:
+        """A number that is another one for another call, or other settings."""
+        return zlib.crc32(repr((call, list(settings), words(*settings.values()).tolist())).encode())
+
+    def raise_difference(self, call: str, settings: Mapping[str, int]) -> None:
+        """Raise ValueError on every rank, whose notes differ: with both calls, or the setting. Messages of
+        one size come first, since calls may have different settings."""
+        texts = self._tell_text(f"{call}: {', '.join(settings)}")
+        rank = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
+        if rank is not None:
+            calls = [text.partition(":")[0] for text in texts]
+            raise ValueError(
+                f"{self.who}: ranks make different calls: {calls[0]} on rank 0, {calls[rank]} on rank "
+                f"{rank}; make the same on every rank"
+            )
+        settings_W = self.transport.exchange_counts(words(*settings.values()))
+        self.check_alike(call, settings, settings_W.tolist())
+
+    def _tell_text(self, text: str) -> list[str]:
+        letters = text.encode("ascii", "replace")[:TEXT_BYTES].ljust(TEXT_BYTES)
+        letters_WL = self.transport.exchange_counts(words(*letters)).tolist()
+        return [bytes(letters).decode().rstrip() for letters in letters_WL]
 
     def check_worst(self, rows_WW: Tensor, most_W: list[int]) -> None:
         """ValueError on every rank where one receives more rows than it has room for. rows_WW: on the host.
@@ -243,6 +320,21 @@ class BackendBase:
                     f"{self.who}.dispatch: rank {rank} receives {received} tokens, more than "
                     f"num_worst_tokens, {room}; give the tokens of all ranks together"
                 )
+
+
+def why_not_whole(name: str, number: Any, least: int) -> str:
+    """Say that a number is not a whole one, or too small, or nothing."""
+    if isinstance(number, SupportsIndex) and least <= operator.index(number) < 2**31:
+        return ""
+    return f"{name} is {number}; give a whole number from {least}"
+
+
+def why_not_stats(stats_e: Any, slots: int) -> str:
+    """Say that counts cannot be added to a tensor of a program's, or nothing."""
+    if stats_e is None or (isinstance(stats_e, Tensor) and stats_e.shape == (slots,)):
+        return ""
+    kind = list(stats_e.shape) if isinstance(stats_e, Tensor) else type(stats_e).__name__
+    return f"cumulative_local_expert_recv_stats is {kind}; give int32 [{slots}]"
 
 
 def cut(encoded_NB: Tensor, columns: Sequence[Tensor]) -> list[Tensor]:

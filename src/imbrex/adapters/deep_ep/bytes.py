@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -29,7 +28,7 @@ class Route:
 
     traffic: rows that cross. own_tokens_O: int64; own tokens that stay.
     rows_W: rows received from every rank, the own one included. before: of them, those of lower ranks.
-    num_tokens: T.
+    num_tokens: T. number: of the dispatch; 0 if a program has kept the handle's tensors alone.
     """
 
     traffic: Traffic
@@ -37,15 +36,16 @@ class Route:
     rows_W: tuple[int, ...]
     before: int
     num_tokens: int
+    number: int = 0
 
     @property
     def num_rows(self) -> int:
         return sum(self.rows_W)
 
 
-def make_route(wanted_TW: Tensor, rows_WW: Tensor, rank: int) -> Route:
+def make_route(wanted_TW: Tensor, rows_WW: Tensor, rank: int, number: int = 0) -> Route:
     """The route of this rank's tokens. wanted_TW: bool; which ranks a token must reach. rows_WW: host int64;
-    rows every rank sends to every other, the diagonal included."""
+    rows every rank sends to every other, the diagonal included. number: of the dispatch."""
     splits_2W = torch.stack([rows_WW[rank], rows_WW[:, rank]])
     splits_2W[:, rank] = 0
     others = wanted_TW.clone()
@@ -59,6 +59,7 @@ def make_route(wanted_TW: Tensor, rows_WW: Tensor, rank: int) -> Route:
         rows_W=tuple(received),
         before=sum(received[:rank]),
         num_tokens=wanted_TW.shape[0],
+        number=number,
     )
 
 
@@ -92,27 +93,28 @@ class BytesBackend(BackendBase):
 
         Raises ValueError on every rank where one has a problem or settings differ.
         """
-        head = words(bool(problem), *settings.values())
         tail = words(*[0] * (1 + self.world_size))
         if not problem:
             extra = torch.as_tensor(extra, dtype=torch.int64, device=wanted_TW.device).view(1)
-            head, tail = head.to(wanted_TW.device), torch.cat([extra, wanted_TW.sum(0)])
-        gathered = self.transport.exchange_counts(torch.cat([head, tail]))
-        heads = gathered.tolist()
-        if any(head[0] for head in heads):
-            self.raise_problems(call, problem)
-        self.check_alike(call, settings, [head[1:] for head in heads])
-        return gathered[:, -self.world_size :], [head[len(settings) + 1] for head in heads]
+            tail = torch.cat([extra, wanted_TW.sum(0)])
+        gathered = self._tell(call, problem, settings, tail)
+        return gathered[:, -self.world_size :], gathered[:, -self.world_size - 1].tolist()
 
     def meet(self, call: str, problem: str, settings: dict[str, int]) -> None:
-        if self.world_size == 1 and not problem:
-            return
-        kind = zlib.crc32(repr(sorted(settings.items())).encode())
-        heads = self.moves.exchange_counts(words(bool(problem), kind)).tolist()
+        self._tell(call, problem, settings, words(*[0] * (1 + self.world_size)))
+
+    def _tell(self, call: str, problem: str, settings: Mapping[str, int], tail: Tensor) -> Tensor:
+        """The first message of every call, as long in all, so that ranks that make different ones hear of it:
+        what every rank sends, [W, 2 + `tail`]."""
+        head = words(bool(problem), self.note_of(call, settings)).to(tail.device)
+        self.met = True
+        gathered = self.moves.exchange_counts(torch.cat([head, tail]))
+        heads = gathered[:, :2].tolist()
         if any(wrong for wrong, _ in heads):
             self.raise_problems(call, problem)
-        if any(other != kind for _, other in heads):
-            self.check_alike(call, settings, self.moves.exchange_counts(words(*settings.values())).tolist())
+        if any(note != heads[0][1] for _, note in heads):
+            self.raise_difference(call, settings)
+        return gathered
 
     def carry(self, columns: Sequence[Tensor], route: Route) -> list[Tensor]:
         encoded_TB = torch.cat([as_bytes(column) for column in columns], 1)
@@ -154,7 +156,8 @@ class BytesBackend(BackendBase):
     ) -> tuple[Route, Tensor]:
         rows_WW, most_W = self.settle("dispatch", problem, wanted_TW, worst, settings)
         self.check_worst(rows_WW, most_W)
-        return make_route(wanted_TW, rows_WW, self.rank), rows_WW
+        self.dispatches += 1
+        return make_route(wanted_TW, rows_WW, self.rank, self.dispatches), rows_WW
 
     def read_ranks(self, handle: tuple, columns: Sequence[Tensor]) -> Route:
         # host sync: only for a handle that was taken apart
@@ -175,7 +178,8 @@ class BytesBackend(BackendBase):
         wanted_TW = map_TE.unflatten(1, (self.world_size, -1)).any(2)
         top_k = map_TE.sum(1).max() if len(map_TE) else 0
         rows_WW, most_W = self.settle(call, problem, wanted_TW, top_k, settings)
-        route = make_route(wanted_TW, rows_WW, self.rank)
+        self.dispatches += 1
+        route = make_route(wanted_TW, rows_WW, self.rank, self.dispatches)
         return route, pack_choices(map_TE, probs_TE, max(1, *most_W))
 
     def reweigh(self, route: Route, weights_TK: Tensor) -> Route:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.adapters.deep_ep import absent, events
+from imbrex.adapters.deep_ep.backend import heard_by_all, why_not_stats, why_not_whole
 from imbrex.adapters.deep_ep.choices import align, ids_outside
 from imbrex.adapters.deep_ep.events import EventHandle, EventOverlap
 from imbrex.adapters.deep_ep.legacy import Buffer, DispatchHandle, Previous, Rows
@@ -124,6 +125,7 @@ class ElasticBuffer:
         transport: str | Backend = "auto",
     ) -> None:
         self._rows = _Compact(group, explicitly_destroy=explicitly_destroy, transport=transport)
+        self._backend = self._rows._backend
         self.group, self.explicitly_destroy = group, explicitly_destroy
         self.rank_idx, self.num_ranks = self._rows.rank, self._rows.group_size
         self.num_bytes, self.num_cpu_bytes = num_bytes, num_cpu_bytes
@@ -184,6 +186,7 @@ class ElasticBuffer:
             torch.cuda.synchronize()
         self._rows.wait_for_all()
 
+    @heard_by_all
     @torch.no_grad()
     def dispatch(
         self,
@@ -222,6 +225,7 @@ class ElasticBuffer:
         Returns received x [N, D] (or the pair), local expert of every choice int64 [N, K], -1 elsewhere, its
         weight float32, 0 elsewhere (None without `topk_weights`), handle, event.
         """
+        stats = cumulative_local_expert_recv_stats
         events.begin(previous_event)
         events.begin(previous_event_before_epilogue)
         if do_expand or do_zero_padding:
@@ -231,18 +235,24 @@ class ElasticBuffer:
                 self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
             )
             sizes = num_experts or 0, expert_alignment or 1, limit
+            _refuse(why_not_whole("num_experts", sizes[0], 0))
+            _refuse(why_not_whole("expert_alignment", sizes[1], 1))
+            _refuse(why_not_whole("num_max_tokens_per_rank", limit, 0))
+            _refuse(why_not_stats(stats, sizes[0] // self.num_ranks))
             worst = 0 if do_cpu_sync in (None, True) else limit * self.num_ranks
             choices = topk_idx, topk_weights
             rows, weights_NK, handle = self._dispatch(x, choices, sizes, worst, do_handle_copy)
         else:
+            if not isinstance(handle, EPHandle):
+                raise ValueError(f"handle is a {type(handle).__name__}; give that of a dispatch")
             if do_cpu_sync or topk_idx is not None:
                 raise ValueError(
-                    "ElasticBuffer.dispatch: topk_idx or do_cpu_sync=True with a handle, which has both "
-                    "already; leave them out"
+                    "topk_idx or do_cpu_sync=True with a handle, which has both already; leave them out"
                 )
+            _refuse(why_not_stats(stats, handle.num_experts // self.num_ranks))
             rows, weights_NK = self._dispatch_again(x, handle, topk_weights)
-        if cumulative_local_expert_recv_stats is not None:
-            cumulative_local_expert_recv_stats += handle.counts_e.to(cumulative_local_expert_recv_stats.dtype)
+        if stats is not None:
+            stats += handle.counts_e.to(stats.dtype)
         if use_tma_aligned_col_major_sf and isinstance(rows, tuple):
             rows = rows[0], _by_columns(rows[1])
         return rows, handle.ids_NK, weights_NK, handle, events.end(async_with_compute_stream)
@@ -294,6 +304,7 @@ class ElasticBuffer:
         rows, _, weights_NK, *_ = self._rows.dispatch(x, handle.rows, **choices)
         return rows, weights_NK
 
+    @heard_by_all
     @torch.no_grad()
     def combine(
         self,
@@ -324,6 +335,12 @@ class ElasticBuffer:
         if name.startswith(absent.ELASTIC_PARTS):
             absent.refuse(f"ElasticBuffer.{name}", absent.ELASTIC)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def _refuse(problem: str) -> None:
+    """Raise ValueError where there is a problem, before the ranks meet: `heard_by_all` tells it to all."""
+    if problem:
+        raise ValueError(problem)
 
 
 def _by_columns(scales_NS: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imbrex.adapters.deep_ep.backend import kind_of, pad_rows
+from imbrex.adapters.deep_ep.backend import heard_by_all, kind_of, pad_rows, why_not_whole
 from imbrex.adapters.deep_ep.choices import indices_to_map, spread_choices
 from imbrex.adapters.deep_ep.hybrid_arrival import carry_rows, plan_again, plan_rows, read_handle
 from imbrex.adapters.deep_ep.hybrid_handle import (
@@ -109,6 +109,7 @@ class HybridEPBuffer:
         fp8 = mine.use_fp8 if use_fp8 is None else use_fp8
         return replace(mine, **changes, use_fp8=fp8, pad_multiple=pad_multiple or 1)
 
+    @heard_by_all
     @torch.no_grad()
     def dispatch(
         self,
@@ -141,7 +142,9 @@ class HybridEPBuffer:
             ids_TK=topk_idx,
             weights_TK=topk_weights,
         )
-        plan, size = self._plan("dispatch", inputs, num_of_experts, handle), num_dispatched_tokens or 0
+        size = num_dispatched_tokens or 0
+        problem = why_not_whole("num_dispatched_tokens", size, 0)
+        plan = self._plan("dispatch", inputs, num_of_experts, handle, problem=problem)
         plan = replace(plan, route=self._backend.resize(plan.route, size))
         arrived = carry_rows(self._backend, inputs, plan)
         plan = arrived.record
@@ -149,6 +152,7 @@ class HybridEPBuffer:
         scales_NS = None if arrived.scales_NS is None else pad_rows(arrived.scales_NS, size)
         return pad_rows(arrived.rows_ND, size), probs_NE, scales_NS, self._handle(plan)
 
+    @heard_by_all
     @torch.no_grad()
     def combine(
         self, hidden: Tensor, probs: Tensor | None = None, handle: tuple | None = None
@@ -168,6 +172,7 @@ class HybridEPBuffer:
         summed = self._backend.bring_home(columns, dtypes, route, rounded=True)
         return summed[0], None if probs is None else summed[1]
 
+    @heard_by_all
     @torch.no_grad()
     def dispatch_with_permute(
         self,
@@ -228,6 +233,7 @@ class HybridEPBuffer:
         device = record.choices.ids_TK.device
         return make_handle(record, self.rank, self._backend.received(record.route, device))
 
+    @heard_by_all
     @torch.no_grad()
     def combine_with_unpermute(
         self,
@@ -255,6 +261,8 @@ class HybridEPBuffer:
                 f"hidden is {list(hidden.shape)}; give [P, D] with the P rows of the dispatch_with_permute "
                 "whose handle this is"
             )
+        elif probs is not None and (probs.shape != hidden.shape[:1] or not probs.is_floating_point()):
+            problem = f"probs is {probs.dtype} {list(probs.shape)}; give float32 {[len(hidden)]}"
         self._meet_to_sum(call, problem, hidden, probs, plan.route)
         assert permutation is not None
         y_TD, weights_TK = self._backend.reduce(hidden, probs, plan, permutation)
@@ -264,7 +272,8 @@ class HybridEPBuffer:
 
     def _meet_to_sum(self, call: str, problem: str, hidden: Tensor, probs: Tensor | None, route: Any) -> None:
         problem = problem or self._backend.why_not_sum(hidden, route)
-        self._backend.meet(call, problem, {} if problem else kind_of(hidden, probs))
+        problem = problem or self._backend.wrong_device(hidden, probs)
+        self._backend.meet(call, problem, {} if problem else kind_of(hidden, probs, route))
 
     def _plan(
         self,
@@ -276,11 +285,11 @@ class HybridEPBuffer:
         problem: str = "",
     ) -> Record:
         if handle is not None:
-            return plan_again(self._backend, call, inputs, handle)
+            return plan_again(self._backend, call, inputs, handle, problem)
         local = None
         if num_experts is not None:
             local = num_experts // self.group_size
-            if num_experts % self.group_size:
+            if not problem and num_experts % self.group_size:
                 problem = f"{num_experts} experts on {self.group_size} ranks; give a multiple"
         tokens, width = inputs.hidden.shape if inputs.hidden.dim() == 2 else (None, None)
         config = self.update_template_config(width, tokens, local, pad_multiple)
@@ -288,6 +297,10 @@ class HybridEPBuffer:
 
 
 def _find_budget_problem(budget: int | None, pad_multiple: int, non_blocking: bool) -> str:
+    problem = why_not_whole("pad_multiple", pad_multiple, 1)
+    problem = problem or why_not_whole("num_permuted_tokens", budget or 0, 0)
+    if problem:
+        return problem
     if non_blocking and budget is None:
         return "non_blocking without num_permuted_tokens; say how many rows to return"
     if non_blocking and budget is not None and budget % pad_multiple:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from imbrex.adapters.deep_ep.backend import dispatch_of, kind_of_rows
 from imbrex.adapters.deep_ep.choices import Choices, ids_outside, indices_to_map
 from imbrex.adapters.deep_ep.hybrid_handle import Arrived, BufferConfig, HybridHandle, Inputs, Record
 from imbrex.exchange import plan
@@ -22,7 +23,7 @@ def plan_rows(backend: Backend, call: str, inputs: Inputs, config: BufferConfig,
     weighted = inputs.probs_TE is not None if inputs.map_TE is not None else inputs.weights_TK is not None
     settings = {
         "the number of experts": config.num_experts,
-        "the bytes of a row": sum(column.shape[1] * column.dtype.itemsize for column in columns),
+        **kind_of_rows(columns),
         "whether scales are given": len(columns) == 2,
         "whether probabilities are given": weighted,
     }
@@ -39,26 +40,52 @@ def read_handle(backend: Backend, call: str, handle: tuple | None) -> Record:
     return handle.record
 
 
-def plan_again(backend: Backend, call: str, inputs: Inputs, handle: tuple) -> Record:
+def plan_again(backend: Backend, call: str, inputs: Inputs, handle: tuple, problem: str = "") -> Record:
     """Take the way of an earlier dispatch, with other probabilities where they are given: by expert, or by
     choice with the ids that they belong to. Where rows go, the handle alone says."""
+    call = f"{call} with a handle"
     earlier = read_handle(backend, call, handle)
-    tokens, ids_given, probs_TE = earlier.route.num_tokens, inputs.ids_TK, inputs.probs_TE
-    problem = ""
-    if len(inputs.hidden) != tokens or (ids_given is not None and len(ids_given) != tokens):
-        problem = (
-            f"{len(inputs.hidden)} tokens for a handle of {tokens}; give as many again, with new "
-            "probabilities as probs [T, E], or as topk_weights with topk_idx"
-        )
-    widths = [0 if problem else column.shape[1] * column.dtype.itemsize for column in inputs.columns]
-    backend.meet(call, problem, {"the bytes of a row": sum(widths), "whether scales are given": len(widths)})
-    if probs_TE is None and ids_given is not None and inputs.weights_TK is not None:
-        probs_TE = indices_to_map(ids_given, inputs.weights_TK, tokens, earlier.config.num_experts)[1]
+    tokens, experts = earlier.route.num_tokens, earlier.config.num_experts
+    problem = problem or _why_not_again(backend, inputs, tokens, experts)
+    columns = [] if problem else inputs.columns
+    probs_TE, ids_given, weights_given = inputs.probs_TE, inputs.ids_TK, inputs.weights_TK
+    settings = {
+        **kind_of_rows(columns),
+        "whether scales are given": len(columns) == 2,
+        "whether probabilities are given": probs_TE is not None or weights_given is not None,
+        **dispatch_of(earlier.route),
+    }
+    backend.meet(call, problem, settings)
+    if probs_TE is None and ids_given is not None and weights_given is not None:
+        probs_TE = indices_to_map(ids_given, weights_given, tokens, experts)[1]
     ids_TK, weights_TK, route = earlier.choices.ids_TK, None, earlier.route
     if probs_TE is not None:
         weights_TK = probs_TE.gather(1, ids_TK.clamp(min=0))
         route = backend.reweigh(route, weights_TK)
     return replace(earlier, route=route, choices=Choices(ids_TK=ids_TK, weights_TK=weights_TK))
+
+
+def _why_not_again(backend: Backend, inputs: Inputs, tokens: int, experts: int) -> str:
+    """Why these cannot go the way of a handle of so many tokens, or nothing."""
+    probs_TE, ids_TK, weights_TK = inputs.probs_TE, inputs.ids_TK, inputs.weights_TK
+    lost = probs_TE is None and ids_TK is None and weights_TK is not None
+    if len(inputs.hidden) != tokens or (ids_TK is not None and len(ids_TK) != tokens) or lost:
+        return (
+            f"{len(inputs.hidden)} tokens for a handle of {tokens}; give as many again, with new "
+            "probabilities as probs [T, E], or as topk_weights with topk_idx"
+        )
+    if any(column.dim() != 2 or len(column) != tokens for column in inputs.columns):
+        return f"hidden is {list(inputs.hidden.shape)}; give [T, D], and scales [T, S]"
+    if probs_TE is not None and (probs_TE.shape != (tokens, experts) or probs_TE.dtype != torch.float32):
+        return f"probs is {probs_TE.dtype} {list(probs_TE.shape)}; give float32 {[tokens, experts]}"
+    if probs_TE is None and ids_TK is not None and weights_TK is not None:
+        if ids_TK.dim() != 2 or ids_TK.shape != weights_TK.shape:
+            return (
+                f"topk_weights is {list(weights_TK.shape)}, topk_idx {list(ids_TK.shape)}; give equal shapes"
+            )
+        if ids_outside(ids_TK, experts):
+            return f"ids of topk_idx outside [-1, {experts}); -1 drops a choice"
+    return backend.wrong_device(*inputs.columns, probs_TE, ids_TK, weights_TK)
 
 
 def carry_rows(backend: Backend, inputs: Inputs, record: Record) -> Arrived:

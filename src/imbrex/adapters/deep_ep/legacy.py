@@ -12,7 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.adapters.deep_ep import absent, events
-from imbrex.adapters.deep_ep.backend import Labels, kind_of, pad_rows
+from imbrex.adapters.deep_ep.backend import (
+    Labels,
+    dispatch_of,
+    heard_by_all,
+    kind_of,
+    kind_of_rows,
+    pad_rows,
+    why_not_whole,
+)
 from imbrex.adapters.deep_ep.choices import align, ids_outside, indices_to_map
 from imbrex.adapters.deep_ep.config import Config, tuned
 from imbrex.adapters.deep_ep.events import EventHandle, EventOverlap
@@ -24,6 +32,7 @@ from imbrex.transport import words
 
 Rows = Tensor | tuple[Tensor, Tensor]
 Previous = EventOverlap | EventHandle | None
+AGAIN = "dispatch with a handle"
 PAIR = "give rows, or values and one tensor of scales"
 topk_idx_t = torch.int64
 """The dtype of ids, under the name that programs look up."""
@@ -170,6 +179,7 @@ class Buffer(LowLatency, absent.Calls):
         per_expert = plan.count_choices(topk_idx, num_experts).int()
         return wanted_TW.sum(0).int(), None, per_expert, wanted_TW, events.end(async_finish)
 
+    @heard_by_all
     @torch.no_grad()
     def dispatch(
         self,
@@ -210,6 +220,8 @@ class Buffer(LowLatency, absent.Calls):
             return *received, None, events.end(async_finish)
         layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
         problem = self._find_problem(x, layout, topk_idx, topk_weights)
+        problem = problem or why_not_whole("expert_alignment", expert_alignment, 1)
+        problem = problem or why_not_whole("num_worst_tokens", num_worst_tokens, 0)
         received = self._dispatch(
             problem, x, layout, topk_idx, topk_weights, expert_alignment, num_worst_tokens
         )
@@ -239,6 +251,8 @@ class Buffer(LowLatency, absent.Calls):
             return wrong
         if wrong := self._backend.wrong_device(*parts, *layout, topk_idx, topk_weights):
             return wrong
+        if topk_idx is not None and ids_outside(topk_idx, len(per_expert)):
+            return f"topk_idx has ids outside [-1, {len(per_expert)}); -1 drops a choice"
         # Values cost a host synchronisation on a GPU.
         if wanted_TW.device.type == "cpu" and not torch.equal(wanted_TW.sum(0), per_rank.long()):
             return (
@@ -265,7 +279,7 @@ class Buffer(LowLatency, absent.Calls):
         settings = {
             "the number of experts": per_expert.numel(),
             "the number of choices": -1 if topk_idx is None else topk_idx.shape[1],
-            "the bytes of a row": sum(column.shape[1] * column.dtype.itemsize for column in columns),
+            **kind_of_rows(columns),
             "whether num_worst_tokens is given": worst > 0,
         }
         choices = () if topk_idx is None or topk_weights is None else (topk_idx, topk_weights)
@@ -317,10 +331,13 @@ class Buffer(LowLatency, absent.Calls):
         columns = list(x) if isinstance(x, tuple) else [x]
         experts = getattr(handle, "num_experts", 0) if per_expert is None else per_expert.numel()
         problem = _why_not_handle(handle) or self._why_not_again(columns, handle, choices, experts)
-        widths = [] if problem else [part.shape[1] * part.dtype.itemsize for part in columns]
-        columns_of_choices = -1 if problem or choices[0] is None else choices[0].shape[1]
-        settings = {"the bytes of a row": sum(widths), "the number of choices": columns_of_choices}
-        self._backend.meet("dispatch", problem, settings)
+        problem = problem or why_not_whole("expert_alignment", alignment, 1)
+        settings = {}
+        if not problem:
+            columns_of_choices = -1 if choices[0] is None else choices[0].shape[1]
+            settings = kind_of_rows(columns) | {"the number of choices": columns_of_choices}
+            settings |= dispatch_of(handle.route if isinstance(handle, DispatchHandle) else None)
+        self._backend.meet(AGAIN, problem, settings)
         parts = [part for part in choices if part is not None]
         route, size = self._route_of(handle, [*columns, *parts]), handle[3].shape[0]
         if not parts:
@@ -342,7 +359,10 @@ class Buffer(LowLatency, absent.Calls):
             return f"x is {shapes}, the handle is of {tokens} tokens; dispatch as many again"
         if choices[0] is not None and (experts < 1 or experts % self.group_size):
             return "choices with a handle that tells no number of experts; give num_tokens_per_expert, too"
-        return _why_not_choices(*choices, tokens) or self._backend.wrong_device(*columns, *choices)
+        problem = _why_not_choices(*choices, tokens) or self._backend.wrong_device(*columns, *choices)
+        if not problem and choices[0] is not None and ids_outside(choices[0], experts):
+            return f"topk_idx has ids outside [-1, {experts}); -1 drops a choice"
+        return problem
 
     def _route_of(self, handle: tuple, columns: list[Tensor]) -> Any:
         """The route of a dispatch. It is made anew if a program has kept the handle's tensors alone."""
@@ -350,6 +370,7 @@ class Buffer(LowLatency, absent.Calls):
             return handle.route
         return self._backend.read_ranks(handle, columns)
 
+    @heard_by_all
     @torch.no_grad()
     def combine(
         self,
@@ -377,7 +398,7 @@ class Buffer(LowLatency, absent.Calls):
         problem = _why_not_handle(handle)
         route = None if problem else self._route_of(handle, columns)
         problem = problem or self._why_not_combine(columns, terms, handle, route)
-        self._backend.meet("combine", problem, {} if problem else kind_of(x, topk_weights))
+        self._backend.meet("combine", problem, {} if problem else kind_of(x, topk_weights, route))
         summed = self._backend.bring_home(columns, dtypes, route, rounded=bias is None)
         for term in terms:
             summed[0] += term.float()

@@ -24,7 +24,15 @@ import torch
 from torch import Tensor
 
 from imbrex.adapters.deep_ep import events
-from imbrex.adapters.deep_ep.backend import MOST_TOKENS, Backend
+from imbrex.adapters.deep_ep.backend import (
+    MOST_TOKENS,
+    Backend,
+    dispatch_of,
+    heard_by_all,
+    kind_of_rows,
+    why_not_stats,
+    why_not_whole,
+)
 from imbrex.adapters.deep_ep.events import EventOverlap
 from imbrex.adapters.deep_ep.hybrid_arrival import find_problem
 from imbrex.adapters.deep_ep.hybrid_handle import BufferConfig, Inputs, Record
@@ -93,6 +101,7 @@ class LowLatency:
     ) -> None:
         """Nothing is left over by other calls."""
 
+    @heard_by_all
     @torch.no_grad()
     def low_latency_dispatch(
         self,
@@ -124,6 +133,7 @@ class LowLatency:
         """
         limit, call, inputs = num_max_dispatch_tokens_per_rank, "low_latency_dispatch", _inputs(x, topk_idx)
         problem = find_problem(self._backend, inputs, num_experts) or _why_not_dispatch(x, limit)
+        problem = problem or why_not_stats(cumulative_local_expert_recv_stats, num_experts // self.group_size)
         problem = problem or _why_not_end(async_finish, return_recv_hook)
         if use_fp8 and not problem:
             problem = _why_not_fp8(x.shape[1], round_scale=round_scale, use_ue8m0=use_ue8m0)
@@ -140,7 +150,7 @@ class LowLatency:
         settings = {
             "the number of experts": num_experts,
             MOST_TOKENS: limit,
-            "the bytes of a row": sum(c.shape[-1] * c.dtype.itemsize for c in inputs.columns),
+            **kind_of_rows([] if problem else inputs.columns),
         }
         route, choices = self._backend.plan_choices(call, problem, inputs, config, settings)
         record = Record(route=route, choices=choices, config=config)
@@ -168,6 +178,7 @@ class LowLatency:
             handle.rows = torch.empty(size, dtype=torch.bfloat16, device=device)
         return handle.rows
 
+    @heard_by_all
     @torch.no_grad()
     def low_latency_combine(
         self,
@@ -200,7 +211,8 @@ class LowLatency:
         rows = own.rows if zero_copy else x
         problem = _why_not_combine(rows, inputs, out, record) or _why_not_end(async_finish, return_recv_hook)
         problem = problem or self._backend.wrong_device(rows, topk_idx, topk_weights, out)
-        settings = {} if problem else {"the width of rows": record.config.hidden_dim}
+        width = {"the width of rows": record.config.hidden_dim}
+        settings = {} if problem else width | dispatch_of(record.route)
         flat = x if rows is None or problem else rows.contiguous().view(-1, rows.shape[-1])
         y_TD = self._backend.weigh_home(call, problem, inputs, flat, record, settings)
         y_TD = y_TD if out is None else out.copy_(y_TD)
@@ -240,6 +252,8 @@ def _ours(handle: tuple, call: str) -> LowLatencyHandle:
 def _why_not_dispatch(x: Tensor, limit: int) -> str:
     if x.dtype != torch.bfloat16:
         return f"x is {x.dtype}; give bfloat16"
+    if problem := why_not_whole(MOST_TOKENS, limit, 0):
+        return problem
     if len(x) > limit:
         return f"{len(x)} tokens, num_max_dispatch_tokens_per_rank is {limit}; give at most as many"
     return ""
@@ -270,7 +284,7 @@ def _why_not_combine(rows: Tensor | None, inputs: Inputs, out: Tensor | None, re
     # On a GPU a look at values would be a host synchronisation.
     if ids_TK.device.type == record.choices.ids_TK.device.type == "cpu":
         same_TKK = ids_TK[:, :, None] == record.choices.ids_TK[:, None]
-        if bool((~same_TKK.any(2) & (ids_TK >= 0)).any()):
+        if bool((~same_TKK.any(2) & (ids_TK != -1)).any()):
             return "topk_idx has experts that the dispatch did not have; give its topk_idx again"
     shape = [tokens, rows.shape[-1]]
     if out is not None and (list(out.shape) != shape or out.dtype != torch.bfloat16):

@@ -11,7 +11,6 @@ the compact positions are 0, -1, 1.
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -46,6 +45,7 @@ class KernelRoute:
 
     size: of the kernels. expert: the routing as expert-major rows. traffic_WW: int32; tokens that every rank
     has for every other. num_tokens: T. room: for so many tokens of a rank.
+    number: of the dispatch; 0 if a program has kept the handle's tensors alone.
     placed: the routing as compact rows, and num_rows: rows of the compact tensors that a program holds;
     `None` before it has any. full: they are known to be received, all of them.
     """
@@ -55,6 +55,7 @@ class KernelRoute:
     traffic_WW: Tensor
     num_tokens: int
     room: int
+    number: int
     placed: Placed | None = None
     num_rows: int | None = None
     full: bool = False
@@ -112,21 +113,38 @@ class NvlinkBackend(BackendBase):
             )
         if self.transport.max_tokens is not None and tokens > self.transport.max_tokens:
             problem = problem or f"{tokens} tokens; Nvlink(max_tokens=) is {self.transport.max_tokens}"
-        room = self._meet(call, problem, settings, max(tokens, settings.get(MOST_TOKENS, 0)))
+        largest, row_bytes = tokens, 0
+        if not problem:
+            largest = max(tokens, settings.get(MOST_TOKENS, 0))
+            row_bytes = _row_bytes(columns, 8 * choices + 16)
+        heaps = {
+            "the number of choices": choices,
+            "pad_multiple": alignment,
+            "the bytes that a row takes": row_bytes,
+        }
+        room = self._meet(call, problem, {**settings, **heaps, **settings}, largest)
         placement = _placement(num_experts, self.world_size)
         size = nvlink.Size(
             rank_offsets=placement.rank_offsets,
             tensor=1,
             experts=num_experts,
             choices=choices,
-            row_bytes=_row_bytes(columns, 8 * choices + 16),
+            row_bytes=row_bytes,
             alignment=alignment,
         )
         kernels = self.transport.exchange_for(size, placement, room, Observer())
         weights = self._no_weights(tokens, choices) if weights_TK is None else weights_TK.float()
         traffic_WW = torch.empty(self.world_size, self.world_size, dtype=torch.int32, device=ids_TK.device)
         routed = kernels.route(ids_TK.long(), weights, traffic=traffic_WW)
-        return KernelRoute(size=size, expert=routed, traffic_WW=traffic_WW, num_tokens=tokens, room=room)
+        self.dispatches += 1
+        return KernelRoute(
+            size=size,
+            expert=routed,
+            traffic_WW=traffic_WW,
+            num_tokens=tokens,
+            room=room,
+            number=self.dispatches,
+        )
 
     def _no_weights(self, tokens: int, choices: int) -> Tensor:
         if self._zeros.numel() < tokens * choices:
@@ -138,14 +156,13 @@ class NvlinkBackend(BackendBase):
 
     def _meet(self, call: str, problem: str, settings: Mapping[str, int], tokens: int) -> int:
         """Let the hosts meet over shared memory and compare their calls: the most tokens of a rank."""
-        note = zlib.crc32(repr((call, sorted(settings.items()))).encode())
+        note = self.note_of(call, settings)
+        self.met = True
         tokens_W, wrong = self.transport.agree_on_call(tokens, fine=not problem, note=note)
         if wrong is not None:
             self.raise_problems(call, problem)
         if not self.transport.agreed:
-            settings_W = self.transport.exchange_counts(words(*settings.values()))
-            self.check_alike(call, settings, settings_W.tolist())
-            raise ValueError(f"{self.who}.{call}: ranks make different calls; make the same on every rank")
+            self.raise_difference(call, settings)
         return max(tokens_W)
 
     def why_not_sum(self, rows_ND: Tensor, route: KernelRoute) -> str:
@@ -358,7 +375,7 @@ class NvlinkBackend(BackendBase):
     def read_ranks(self, handle: tuple, columns: Sequence[Tensor]) -> KernelRoute:
         route = self._route_ranks("", handle[4], columns, {})
         route = self.resize(route, self.world_size * route.room)
-        return replace(route, num_rows=handle[3].shape[0])
+        return replace(route, num_rows=handle[3].shape[0], number=0)
 
     def plan_choices(
         self, call: str, problem: str, inputs: Inputs, config: BufferConfig, settings: dict[str, int]
@@ -449,12 +466,17 @@ class NvlinkBackend(BackendBase):
         settings: dict[str, int],
     ) -> Tensor:
         """The weights go to the experts' ranks as they do in every routing: with the ids, by its kernel."""
+        columns = 0 if inputs.ids_TK is None else inputs.ids_TK.shape[-1]
+        if not problem and columns > record.route.size.choices:
+            problem = f"topk_idx has {columns} columns, more than dispatched; give its topk_idx again"
         self.meet(call, problem, settings)
         link, kernels, permutation = record.route, self._kernels(record.route), record.permutation
         assert permutation is not None
         choices = self._choose(inputs, record.config.num_experts, "")
-        assert choices.weights_TK is not None
-        routed = kernels.route(choices.ids_TK, choices.weights_TK)
+        ids_TK, weights_TK = choices.ids_TK, choices.weights_TK
+        assert weights_TK is not None
+        fewer = [0, link.size.choices - ids_TK.shape[1]]
+        routed = kernels.route(F.pad(ids_TK, fewer, value=-1), F.pad(weights_TK, fewer))
         position = permutation.position_NK.view_as(routed.position_LWTK).int()
         width = rows_RD.shape[1]
         padded_RD = F.pad(rows_RD, [0, -width % (nvlink.ROW_MULTIPLE // 2)])
