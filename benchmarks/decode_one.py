@@ -7,8 +7,7 @@ no choice is made. Captured, one after the other with two sets of weights in tur
 L2; all ways in turns, in one process. Microseconds of a layer; `read_us`: the weights alone, at a copy's
 rate. `--fp8`: the same experts in fp8 as well, in one launch, or in three that quantise rows and multiply.
 `--one-kernel`: dispatch and both products in one kernel as well (`kernels.fused.few`), with so many
-multiprocessors that dispatch before they compute, 0: as a layer has it (`best_way`); `64:512:8:2:3:400:2`:
-and with such a `How`, its fields in order.
+multiprocessors that dispatch before they compute, 0: as a layer has it (`dispatching_sms`).
 `--stamps`: times nothing; prints when the blocks of a layer's kernels come where (`imbrex.bench.stamps`).
 """
 
@@ -18,7 +17,7 @@ import argparse
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -38,7 +37,7 @@ from imbrex.kernels.ffn import both
 from imbrex.kernels.ffn.ffn import run_experts
 from imbrex.kernels.ffn.fp8 import Fp8Experts, ffn_fp8, quantise_experts
 from imbrex.kernels.ffn.glue import COUNTERS, Groups
-from imbrex.kernels.fused.few import How, best_way, dispatch_and_experts, few_variant
+from imbrex.kernels.fused.few import dispatch_and_experts, dispatching_sms, few_variant
 from imbrex.kernels.heap import VirtualHeap
 from imbrex.kernels.jit import Variant, load
 from imbrex.kernels.routing.routed import Routed
@@ -47,9 +46,16 @@ from imbrex.transport.nvlink import room_for
 
 RESULTS = Path(__file__).parent / "results" / "decode_one.json"
 QUESTION = "How long do dispatch, experts and sums of a small batch take on one GPU?"
-Way = bool | tuple[int, How]
-"""Whether one launch computes both products; or, of one kernel that dispatches as well, the multiprocessors
-that do."""
+
+
+class OneKernel(NamedTuple):
+    """One kernel that dispatches and computes. sms: multiprocessors that dispatch, 0: as a layer has it."""
+
+    sms: int
+
+
+Way = bool | OneKernel
+"""Whether one launch computes both products; or one kernel that dispatches as well."""
 CALLS, RANKS, PAUSE, SMS_HOME = 8, 2, 200_000, 96
 WAYS: dict[str, Way] = {"one launch": True, "two launches": False}
 FP8_WAYS: dict[str, Way] = {"fp8, one launch": True, "fp8, three launches": False}
@@ -63,8 +69,8 @@ class Layer:
     def __init__(self, shape: Shape, inputs: Inputs, way: Way, load: Callable[..., Any] = load) -> None:
         self.shape, self.inputs = shape, inputs
         self.slots, tokens = shape.num_experts // RANKS, len(inputs[0]) // RANKS
-        ships = isinstance(way, tuple) and not way[0]
-        self.way: Way = best_way(tokens, lay.SMALL_SMS) if ships else way
+        ships = isinstance(way, OneKernel) and not way.sms
+        self.way: Way = OneKernel(dispatching_sms(tokens, lay.SMALL_SMS)) if ships else way
         self.expected = tokens * shape.top_k
         room = RANKS * room_for(tokens)
         size = lay.Shape(
@@ -87,15 +93,14 @@ class Layer:
     def call(self, weights: Weights) -> None:
         way = self.way
         sums: Sums = {"weighted": False}
-        if isinstance(way, tuple):
-            out_RD, routed, sums["behind"] = self._in_one(weights, *way)
+        if isinstance(way, OneKernel):
+            out_RD, routed, sums["behind"] = self._in_one(weights, way.sms)
         else:
             out_RD, routed = self._rows(weights)
         self.exchange.combine(out_RD, routed, num_sms=SMS_HOME, out=self.y_TD, **sums)
 
-    def _in_one(self, weights: Any, sms: int, how: How) -> tuple[Tensor, Routed, int]:
-        inputs = (*self.inputs, None)
-        done = dispatch_and_experts(self.exchange, inputs, [weights], sms, how=how)
+    def _in_one(self, weights: Any, sms: int) -> tuple[Tensor, Routed, int]:
+        done = dispatch_and_experts(self.exchange, (*self.inputs, None), [weights], sms)
         return done.out[0], done.routed, done.behind
 
     def _rows(self, weights: Weights) -> tuple[Tensor, Routed]:
@@ -141,11 +146,8 @@ def make_weights(shape: Shape) -> tuple[Tensor, Tensor]:
 
 def ways_in_one(given: str) -> dict[str, Way]:
     """The ways of one kernel that `--one-kernel` names."""
-    ways: dict[str, Way] = {}
-    for way in given.split(",") if given else ():
-        sms, *how = map(int, way.split(":"))
-        ways[f"one kernel, {way} dispatch"] = sms, How(*how)
-    return ways
+    numbers = given.split(",") if given else []
+    return {f"one kernel, {sms} dispatch": OneKernel(int(sms)) for sms in numbers}
 
 
 def make_inputs(shape: Shape, count: int) -> tuple[Inputs, int]:
@@ -160,8 +162,8 @@ def make_inputs(shape: Shape, count: int) -> tuple[Inputs, int]:
 
 def launches(way: Way) -> dict[str, Variant]:
     """The kernels of a way that have stamps, in order."""
-    if isinstance(way, tuple):
-        return {"dispatch and experts": few_variant(how=way[1]), "sums": REDUCE_BEHIND}
+    if isinstance(way, OneKernel):
+        return {"dispatch and experts": few_variant(), "sums": REDUCE_BEHIND}
     return {"dispatch": SMALL, "experts": both.both_variant(weighted=True), "sums": REDUCE[False]}
 
 
@@ -195,8 +197,8 @@ def stamp_layer(layer: Layer, repeats: int) -> None:
 def print_stamps(kernel: str, replays: list[Tensor], way: Way) -> None:
     """A table of a kernel's stamps; of one kernel, those blocks apart that do not dispatch."""
     parts = {kernel: slice(None)}
-    if isinstance(way, tuple) and kernel != "sums":
-        parts = {f"{kernel}: those that dispatch": slice(way[0]), "the others": slice(way[0], None)}
+    if isinstance(way, OneKernel) and kernel != "sums":
+        parts = {f"{kernel}: those that dispatch": slice(way.sms), "the others": slice(way.sms, None)}
     for words, blocks in parts.items():
         print(f"  {words}")
         for line in stamps.summarise([times[blocks] for times in replays]):
@@ -244,7 +246,7 @@ def main() -> None:
     ask.add_argument("--repeats", type=int, default=21)
     ask.add_argument("--fp8", action="store_true", help="experts in fp8 as well")
     ask.add_argument(
-        "--one-kernel", default="", help="multiprocessors that dispatch: 0,64,32, or 64:256:8, a How"
+        "--one-kernel", default="", help="multiprocessors that dispatch, 0: as in a layer; 0,64,32"
     )
     ask.add_argument("--stamps", action="store_true", help="print when blocks come where, and time nothing")
     ask.add_argument("--out", type=Path, default=RESULTS)

@@ -92,9 +92,9 @@ def apart(few: Few, sms: int = 3, *, one_launch: bool | None = False) -> Result:
     return torch.stack(results), routed, left
 
 
-def together(few: Few, sms: int = 3, **how: Any) -> Result:
+def together(few: Few, sms: int = 3) -> Result:
     """The same in one launch."""
-    done = dispatch_and_experts(few.exchange, few.tensors, few.experts, sms, **how)
+    done = dispatch_and_experts(few.exchange, few.tensors, few.experts, sms)
     few.exchange.check(synchronize=True)
     return done[:3]
 

@@ -3,8 +3,9 @@
 Of every block one who loads and one who multiplies. The order of what they do is that of `ffn/both.cuh`'s
 text, and which part a tile counts for or waits for is the kernel's arithmetic, compiled. A tile has one step,
 and a block has room for one: what a tile asks for ahead has to wait until the one before is multiplied.
-Behind a dispatch in the same launch (fused/few.cu) the first blocks place rows, and draw their first tile. In
-fp8 a third one, the three warps that quantise, brings rows and waits for them, and sets counters back.
+Behind a dispatch in the same launch (fused/few.cu) the first blocks place rows, and draw their first tile,
+and all draw a next one when they have asked for all of the one before. In fp8 a third one, the three warps
+that quantise, brings rows and waits for them, and sets counters back.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ BOTH = "ffn/both.cuh"
 PARTS = 8
 PRODUCER = {
     "no more": r"steps = -1;\s+ptx::mbarrier_arrive",
-    "draw": r"if \(!late\) drawn = atomicAdd\(both\.counter, 1u\)",
+    "draw": r"if \(!kLate\) drawn = atomicAdd\(both\.counter, 1u\)",
     "slot": r"work\.part\};\s+ptx::mbarrier_arrive\(shared\.slot_full",
     "look": r"written\.is\(work\.part\)",
     "columns": r"load_work<true, false>",
     "launches": r"if \(index == 0\) ahead = begin\(work, ring, ahead\)",
     "wait": r"if \(!Up::kQuantises && work\.down\) written\.wait\(work\.part\)",
     "rows": r"load_work<false, true>",
-    "late draw": r"if \(late\) drawn = atomicAdd\(both\.counter, 1u\)",
+    "late draw": r"if \(kLate\) drawn = atomicAdd\(both\.counter, 1u\)",
     "rest": r"load\(few, steps\)",
     "done": r"leave\(both, team\.all\(\)\)",
 }
@@ -67,8 +68,8 @@ TELL = {
 
 
 class OneLaunch(Machine):
-    """A launch: units of 64 rows, tiles of gate and up and of down that each has, blocks. late: a block draws
-    a tile when it has asked for all of the one before (LATE_DRAWS)."""
+    """A launch: units of 64 rows, tiles of gate and up and of down that each has, blocks. busy: the first
+    blocks, which dispatch."""
 
     def __init__(
         self,
@@ -80,10 +81,9 @@ class OneLaunch(Machine):
         blocks: int,
         busy: int = 0,
         fp8: bool = False,
-        late: bool = False,
     ) -> None:
         super().__init__(1)
-        self.fp8, self.busy, self.late = fp8, busy, late
+        self.fp8, self.busy = fp8, busy
         self.source, self.units, self.ups, self.downs = source, units, ups, downs
         self.blocks, self.all = blocks, units * (ups + downs)
         text = source.text(BOTH)
@@ -125,7 +125,7 @@ class OneLaunch(Machine):
         for mark, _ in self.source.order(BOTH, head, PRODUCER):
             if mark == "no more":
                 asm.go("no more", lambda w, t: t.number >= self.all)
-            elif mark == ("late draw" if self.late else "draw"):
+            elif mark == ("late draw" if self.busy else "draw"):
                 asm.add("draw", loads.draw)
             elif mark == "slot":
                 asm.add("tell of a tile", loads.tell)

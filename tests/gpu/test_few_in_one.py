@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from imbrex.kernels.exchange.failures import ExchangeError
-from imbrex.kernels.fused.few import PLAIN, How, dispatch_and_experts
+from imbrex.kernels.fused.few import dispatch_and_experts
 from imbrex.kernels.gemm.gemm import check_products
 from imbrex.placement.layouts import contiguous
 from tests.emulated.few import Few, apart, begin, differences, summed, together
@@ -52,35 +52,23 @@ def test_the_bits_of_a_dispatch_and_its_experts(world: int, tokens: int, skew: f
     check_products(few.exchange.device.index or 0)
 
 
-HOWS = [
-    PLAIN._replace(threads=256),
-    PLAIN,
-    How(),
-    PLAIN._replace(threads=640),
-    How(stored=1, parts=3),
-    PLAIN._replace(early=1, late=1),
-]
-
-
-@pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize(("width", "inner"), [(2048, 768), (7168, 2048), (264, 136)])
-def test_sizes_of_models(width: int, inner: int, how: How) -> None:
+def test_sizes_of_models(width: int, inner: int) -> None:
     few = few_of(1, 16, width=width, inner=inner)
     two = apart(few, 64)
     for _ in range(20):
-        assert differences(few, together(few, 64, how=how), two) == []
+        assert differences(few, together(few, 64), two) == []
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("how", [PLAIN, HOWS[2], HOWS[4]])
-def test_sums_right_behind(world: int, how: How) -> None:
+def test_sums_right_behind(world: int) -> None:
     """In a graph of eight layers, so that every kernel begins beside the one before."""
     few, sms = few_of(world, 16, width=2048, inner=768), SMS[world]
     rows, routed, _ = apart(few, sms)
     wanted, graph = summed(few, rows, routed), torch.cuda.CUDAGraph()
 
     def layer() -> torch.Tensor:
-        done = dispatch_and_experts(few.exchange, few.tensors, few.experts, sms, how=how)
+        done = dispatch_and_experts(few.exchange, few.tensors, few.experts, sms)
         ends = {"weighted": False, "behind": done.behind}
         return few.exchange.combine(done.out, done.routed, num_sms=64 // world, **ends)
 
@@ -122,8 +110,7 @@ def test_a_rank_that_never_comes_leaves_no_rows() -> None:
     assert done.out.isnan().all()
 
 
-@pytest.mark.parametrize("how", ["how1", "how4"])
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 @pytest.mark.timeout(300)
-def test_compute_sanitizer_finds_nothing(tool: str, how: str) -> None:
-    check_tests(tool, f"{__file__}::test_sizes_of_models[264-136-{how}]")
+def test_compute_sanitizer_finds_nothing(tool: str) -> None:
+    check_tests(tool, f"{__file__}::test_sizes_of_models[264-136]")

@@ -20,7 +20,7 @@ from imbrex.experts.experts import Experts
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.ffn import both, slopes
 from imbrex.kernels.ffn.ffn import ffn
-from imbrex.kernels.fused.few import SOURCE, How, best_way, run_few
+from imbrex.kernels.fused.few import SOURCE, dispatching_sms, run_few
 from imbrex.kernels.jit import Variant
 from imbrex.overlap import Serial
 from imbrex.placement import contiguous, from_slots
@@ -160,22 +160,18 @@ def test_calls_from_a_record_have_the_bits_of_their_steps(
         assert found == together
 
 
-def run_in_one(ranks: Ranks, with_one: list[int]) -> tuple[list[bool], list[int], list[tuple[int, How]]]:
+def run_in_one(ranks: Ranks, with_one: list[int]) -> tuple[list[bool], list[int], list[tuple[int, int]]]:
     """The same of ranks of which some are to dispatch and compute in one kernel; of every record that has it,
-    on how many multiprocessors a rank dispatches, and the way."""
-    together: list[tuple[int, How]] = []
+    for how many tokens, and on how many multiprocessors a rank dispatches."""
+    together: list[tuple[int, int]] = []
 
-    def run(*call: Any, how: How) -> int:
-        together.append((call[1].sms, how))
-        return run_few(*call, how=how)
+    def dispatching(tokens: int, sms: int) -> int:
+        together.append((tokens, dispatching_sms(tokens, sms)))
+        return together[-1][1]
 
     with a_layer(ranks, 256, one_kernel=ranks.rank in with_one) as layer:
-        transport: Any = layer.exchange.transport
-        sms = transport.sms.small
-        layer.patch.setattr(recorded, "run_few", run)
-        layer.patch.setattr("imbrex.kernels.fused.few.BEST", ((2, sms, How()), (256, sms, How(early=1))))
+        layer.patch.setattr(recorded, "dispatching_sms", dispatching)
         same, launches = beside_steps(ranks, layer, 4)
-        assert not together or together == [(sms, How(early=1))] == [best_way(10, sms)]
     return same, launches, together
 
 
@@ -185,7 +181,7 @@ def test_a_dispatch_and_its_experts_in_one_kernel_are_recorded(pool: Pool, with_
     for rank, (same, launches, found) in enumerate(pool.run(2, run_in_one, with_one)):
         assert same == [True] * 4
         assert launches == [0, 2, 4, 6]
-        assert len(found) == (rank in with_one)
+        assert found == [(10, 2)] * (rank in with_one)
 
 
 def say_one_kernel(ranks: Ranks) -> list[str]:

@@ -16,7 +16,7 @@ from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.kernels.exchange.groups import empty_groups
 from imbrex.kernels.ffn.glue import COUNTERS
-from imbrex.kernels.fused.few import PLAIN, How, best_way, dispatch_and_experts, run_few, why_not_few
+from imbrex.kernels.fused.few import dispatch_and_experts, dispatching_sms, run_few, why_not_few
 from imbrex.kernels.gemm.gemm import products_status
 from imbrex.kernels.jit import KernelError, Variant
 from imbrex.kernels.structs import struct
@@ -50,19 +50,12 @@ def words_of(few: Few) -> list[list[int]]:
     return few.exchange.heap.local[:, at : at + 8].clone().view(torch.int32).tolist()
 
 
-def stored_of(few: Few) -> list[int]:
-    """Blocks of every rank that have stored their results of the last call."""
-    at = CONTROL.drawn.offset + 8 * 6
-    return few.exchange.heap.local[:, at : at + 4].clone().view(torch.int32).flatten().tolist()
-
-
-def check_bits(few: Few, **how: Any) -> None:
-    """The same bits twice, and zeros again where blocks are counted, but for those that have stored."""
+def check_bits(few: Few, sms: int = 3) -> None:
+    """The same bits twice, and zeros again where blocks are counted."""
     two = apart(few)
     for _ in range(2):
-        assert differences(few, together(few, **how), two) == []
+        assert differences(few, together(few, sms), two) == []
         assert words_of(few) == [[0, 0]] * few.case.ranks
-        assert stored_of(few) == [few.exchange.least_sms // few.case.ranks] * few.case.ranks
     assert products_status(-1).tolist() == [0]
 
 
@@ -91,57 +84,35 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     case, sms, blocks = SHAPES[name]
-    check_bits(make(monkeypatch, case, blocks=blocks), sms=sms)
+    check_bits(make(monkeypatch, case, blocks=blocks), sms)
 
 
 def test_as_many_push_as_where_a_peer_takes_two_launches() -> None:
     """Ranks need not agree on one kernel, and wait for so many blocks of each that push."""
     for ranks, sms in product(range(1, 17), range(1, 133)):
         for tokens in (1, 2, 3, 128, lay.SMALL_TOKENS):
-            few = best_way(tokens, sms)[0]
+            few = dispatching_sms(tokens, sms)
             assert 0 < few <= sms
             assert lay.small_pushers(ranks, few) == lay.small_pushers(ranks, sms)
-    assert [best_way(tokens, 64) for tokens in (1, 16)] == [(32, How())] * 2
+    assert [dispatching_sms(tokens, 64) for tokens in (1, 16, 17, 512)] == [32, 32, 64, 64]
+    assert dispatching_sms(1, 24) == 24
 
 
-WAYS = {
-    "plain": PLAIN,
-    "256 threads": PLAIN._replace(threads=256),
-    "640 threads, a step into L2": PLAIN._replace(threads=640, into_l2=1),
-    "who waits fences, draws late": PLAIN._replace(fences=2, late=2),
-    "a step early": PLAIN._replace(early=1),
-    "a step early, others slowly": PLAIN._replace(early=1, pace=1, into_l2=2, late=1),
-    "others slowly into L2": PLAIN._replace(pace=1, into_l2=2),
-    "another warp counts, quick ends": PLAIN._replace(aside=1, quick=1),
-    "whole rows": How(parts=1),
-}
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_any_way_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Tiles of three steps, of which two are behind those that are asked for early, or beyond the ring."""
-    check_bits(make(monkeypatch, TWO), how=WAYS[name])
-
-
-@pytest.mark.parametrize("how", [How(early=1), PLAIN._replace(early=1), How(early=1, pace=1)])
 @pytest.mark.parametrize("late", [False, True], ids=["rows at once", "rows late"])
-def test_steps_that_were_not_asked_for_early_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch, how: How, late: bool
+def test_steps_that_were_not_asked_for_at_once_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
-    """Rings of eight steps, tiles of nine, of which one is asked for early."""
-    case = replace(TWO, width=9 * 64)
-    few = make(monkeypatch, case, edits=(LATE,) if late else ())
-    check_bits(few, how=how)
+    """Rings of eight steps, tiles of nine, of which two are asked for at once."""
+    check_bits(make(monkeypatch, replace(TWO, width=9 * 64), edits=(LATE,) if late else ()))
 
 
-@pytest.mark.parametrize("how", [How(), How(stored=1), PLAIN._replace(stored=1)])
-def test_sums_right_behind(monkeypatch: pytest.MonkeyPatch, how: How) -> None:
+def test_sums_right_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     few = make(monkeypatch, TWO)
     rows, routed, _ = apart(few)
     wanted = summed(few, rows, routed)
     for _ in range(2):
-        done = dispatch_and_experts(few.exchange, few.tensors, few.experts, 3, how=how)
-        assert done.behind == 3 - lay.small_pushers(2, 3) + (how.stored * BLOCKS << 16)
+        done = dispatch_and_experts(few.exchange, few.tensors, few.experts, 3)
+        assert done.behind == 3 - lay.small_pushers(2, 3)
         assert torch.equal(summed(few, done.out, done.routed, behind=done.behind), wanted)
 
 
@@ -295,12 +266,11 @@ def test_ranks_may_be_in_different_calls(monkeypatch: pytest.MonkeyPatch, seed: 
         assert torch.equal(memory[1][0, :live], wanted[call][0][rank, :live])
 
 
-@pytest.mark.parametrize("how", [PLAIN, How()], ids=["plain", "quick ends"])
-def test_a_rank_that_never_comes_leaves_no_rows(monkeypatch: pytest.MonkeyPatch, how: How) -> None:
+def test_a_rank_that_never_comes_leaves_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products end, whoever was waited for, and nobody takes what they made for a result."""
     few = make(monkeypatch, TWO, timeout=0.5)
     exchange, results = few.exchange, []
-    together(few, how=how)
+    together(few)
     whole, exchange.heap.local, exchange.local_ranks = exchange.heap.local, exchange.heap.local[:1], 1
 
     def zeros(like: Tensor) -> Tensor:
@@ -310,7 +280,7 @@ def test_a_rank_that_never_comes_leaves_no_rows(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(torch, "empty_like", zeros)
     alone = replace(few, experts=few.experts[:1])
     with pytest.raises(ExchangeError, match=r"timed out, waiting for expert ids of rank 1"):
-        together(alone, how=how)
+        together(alone)
     assert results[0].isnan().all()
     assert words_of(few) == [[0, 0]]
     exchange.heap.local, exchange.local_ranks = whole, 2

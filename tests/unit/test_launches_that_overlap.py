@@ -158,7 +158,7 @@ inline void check_waited() {
 CHECK = "    ::sums::check_waited();\n"
 SPOIL = "    if (ptx::lane_id() == 0) leave_if_failed(call, kRowsReduced);\n"
 END = "    end_call(call);\n"
-BEHIND = "BEHIND_DISPATCH ? !is_routed(name_call(group, kCombine), reduce.early & 0xffff)"
+BEHIND = "BEHIND_DISPATCH ? !is_routed(name_call(group, kCombine), reduce.early)"
 UNLESS_EARLY = f"    if ({BEHIND} : !reduce.early)\n        "
 
 
@@ -199,28 +199,6 @@ def test_sums_behind_a_launch_that_dispatches_wait_until_routing_is_written(
     heaps[:, at : at + 8] = torch.tensor([placed, told], dtype=torch.int32).view(torch.uint8)
     rows = torch.randn(2, exchange.shape.row_capacity, SMALL_CASE.width).bfloat16()
     y = exchange.combine(rows, routed, num_sms=2, behind=5)
-    exchange.check(synchronize=True)
-    assert bool(heaps[:, unused].any()) is waits
-    again, tokens = exchange.combine(rows, routed, num_sms=2), min(SMALL_CASE.tokens)
-    assert torch.equal(y[:, :tokens], again[:, :tokens])
-
-
-@pytest.mark.parametrize(("stored", "blocks", "waits"), [(7, 7, False), (6, 7, True), (7, 0, True)])
-def test_sums_begin_when_results_are_stored(
-    monkeypatch: pytest.MonkeyPatch, stored: int, blocks: int, waits: bool
-) -> None:
-    """Behind a launch that dispatches, of so many blocks a rank; else they wait until it has ended."""
-    note = "call.own->unused = 1;\n    "
-    at_end = "    ptx::wait_for_launches();\n}\n\n}  // namespace exchange"
-    files = {"exchange/told.cuh": [(at_end, f"    {note}{at_end}")]}
-    exchange, inputs = make_exchange(SMALL_CASE, load=edited(monkeypatch, files)), make_inputs(SMALL_CASE)
-    routed, heaps = route(SMALL_CASE, exchange, inputs), exchange.heap.local
-    at, unused = CONTROL.drawn.offset, CONTROL.unused.offset
-    for kind, words in ((4, [4, 3]), (6, [stored, 0])):
-        place = slice(at + 8 * kind, at + 8 * kind + 8)
-        heaps[:, place] = torch.tensor(words, dtype=torch.int32).view(torch.uint8)
-    rows = torch.randn(2, exchange.shape.row_capacity, SMALL_CASE.width).bfloat16()
-    y = exchange.combine(rows, routed, num_sms=2, behind=5 + (blocks << 16))
     exchange.check(synchronize=True)
     assert bool(heaps[:, unused].any()) is waits
     again, tokens = exchange.combine(rows, routed, num_sms=2), min(SMALL_CASE.tokens)

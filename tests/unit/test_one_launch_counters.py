@@ -27,15 +27,6 @@ CASES: dict[str, Any] = {
     "a block dispatches": {"units": 1, "ups": 2, "downs": 1, "blocks": 2, "busy": 1},
     "all dispatch": {"units": 1, "ups": 1, "downs": 2, "blocks": 2, "busy": 2},
     "two dispatch": {"units": 1, "ups": 1, "downs": 1, "blocks": 3, "busy": 2},
-    "two blocks draw late": {"units": 2, "ups": 1, "downs": 2, "blocks": 2, "late": True},
-    "one dispatches, both draw late": {
-        "units": 1,
-        "ups": 2,
-        "downs": 1,
-        "blocks": 2,
-        "busy": 1,
-        "late": True,
-    },
 }
 
 

@@ -42,7 +42,7 @@ from imbrex.kernels.ffn import both
 from imbrex.kernels.ffn.ffn import Saved, Slots, ffn, ffn_backward, run_gradients, run_products
 from imbrex.kernels.ffn.glue import Groups
 from imbrex.kernels.ffn.widths import fits
-from imbrex.kernels.fused.few import best_way, run_few, why_not_few
+from imbrex.kernels.fused.few import dispatching_sms, run_few, why_not_few
 from imbrex.kernels.gemm.gemm import check_products
 from imbrex.kernels.gemm.portable import is_portable
 from imbrex.kernels.jit import launch_all
@@ -421,12 +421,12 @@ class Recorder:
         if not dispatcher.transport.one_kernel:
             return 0
         memory = places.rows_RD[None], places.routed
-        inputs, (sms, how) = (*tokens, None), best_way(part.max_tokens, dispatcher.sms.small)
-        small = kernels.small_call(inputs, sms, places.groups, memory, dispatcher.choosing)
+        sms = dispatching_sms(part.max_tokens, dispatcher.sms.small)
+        small = kernels.small_call((*tokens, None), sms, places.groups, memory, dispatcher.choosing)
         self._apart = why_not_few(kernels, small, len(weights[1]))
         if self._apart is not None:
             return 0
-        return run_few(kernels, small, [weights], (places.act_RF[None], places.out_RD[None]), how=how)
+        return run_few(kernels, small, [weights], (places.act_RF[None], places.out_RD[None]))
 
     def _keep(
         self, key: Any, first: Any, kinds: tuple[str, ...], between: Sequence[Any], last: Any | None

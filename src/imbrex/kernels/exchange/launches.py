@@ -304,8 +304,7 @@ class Sums(TypedDict, total=False):
     pieces: as `lay.combine_pieces` gives them, the same on all ranks.
     wire: "bf16", or "fp8": sums cross as rows of the `fp8` codec, and D is a multiple of 256.
     behind: of the launch right before, if that is one that dispatches as well (`kernels.fused.few`), the
-        blocks of a rank that do, at least 1, and 65536 times all of them if sums need not wait for its end.
-        Sums cross as bf16.
+        blocks of a rank that do, at least 1. Sums cross as bf16.
     """
 
     weighted: bool

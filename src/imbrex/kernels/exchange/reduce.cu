@@ -5,11 +5,15 @@
 // and asks where its rows are while the last tiles are computed. Memory that a kernel before may still read
 // (the result's may have been the rows of another product) is not touched until then.
 //
-// With BEHIND_DISPATCH the launch before has dispatched as well (fused/few.cu), and tells when routing is
-// written, and when results are stored: sums begin then, some 2 us before its end is known.
+// With BEHIND_DISPATCH the launch before has dispatched as well (fused/few.cu), `early` blocks of a rank, and
+// tells when routing is written.
 #include "exchange/reduce.cuh"
 #include "exchange/told.cuh"
 #include "ptx/stamps.cuh"
+
+#ifndef BEHIND_DISPATCH
+#define BEHIND_DISPATCH 0
+#endif
 
 namespace exchange {
 
@@ -18,7 +22,7 @@ using Whole = Form<16, 6, kColumns, 2>;
 extern "C" __global__ void __launch_bounds__(32 * Whole::kWarps, 1)
     reduce_rows(const __grid_constant__ Group group, const __grid_constant__ Reduce reduce) {
     if (threadIdx.x == 0) ptx::stamp_begin();
-    if (BEHIND_DISPATCH ? !is_routed(name_call(group, kCombine), reduce.early & 0xffff) : !reduce.early)
+    if (BEHIND_DISPATCH ? !is_routed(name_call(group, kCombine), reduce.early) : !reduce.early)
         ptx::wait_for_launches();
     if (threadIdx.x == 0) ptx::stamp(ptx::kKnows);
     const Call call = begin_call(group, kCombine);

@@ -16,12 +16,6 @@
 // between (fused/home.cu).
 #pragma once
 #include "exchange/terms.cuh"
-#ifndef BEHIND_DISPATCH
-#define BEHIND_DISPATCH 0
-#endif
-#if BEHIND_DISPATCH
-#include "exchange/told.cuh"
-#endif
 
 namespace exchange {
 
@@ -55,9 +49,7 @@ struct Reduce {
     int reducers;      // warps of a block that begin by reducing
     int out_float;
     int out_tokens;  // of this rank, whatever the routing says: it may have failed
-    // The kernel right before makes the rows, and began when all before it had ended. With BEHIND_DISPATCH
-    // its blocks of this rank that dispatch, and 65536 times all of them if they count stored results.
-    int early;
+    int early;       // the kernel right before makes the rows, and began when all before it had ended
     int each;        // there are warps enough for a piece each: nobody draws
 };
 
@@ -200,15 +192,6 @@ __device__ inline void tell_reduced(const Call& call, u32 number) {
     __syncwarp();
 }
 
-// Until rows are there, and memory that kernels before have read may be written. All lanes.
-__device__ __forceinline__ void wait_rows(const Call& call, const Reduce& reduce) {
-#if BEHIND_DISPATCH
-    wait_stored(call, reduce.early >> 16);
-#else
-    ptx::wait_for_launches();
-#endif
-}
-
 // The pieces that this warp takes, of `pieces`, `number` first: where rows are whole, one stream of tokens,
 // so that rows of the next piece are on their way when one is told. Encoding needs the registers, and gained
 // nothing from it.
@@ -221,7 +204,7 @@ __device__ __forceinline__ void reduce_pieces(const Call& call, const Reduce& re
         const Span span = {piece.first, piece.last, reduce.row_bytes / 16};
         u32 told = 0;  // 1 + the last piece of which a token was listed
         Choice next = ask_choice(call, reduce, piece.source, piece.first_token, piece.end_token);
-        wait_rows(call, reduce);  // until here nobody has asked for rows, nor stored anything
+        ptx::wait_for_launches();  // until here nobody has asked for rows, nor stored anything
         int token = piece.first_token;
         const auto list = [&](Terms& terms) {
             for (;;) {
@@ -381,7 +364,7 @@ __device__ __forceinline__ u32 add_pieces(const Call& call, const Reduce& reduce
         int token = piece.first_token;
         Choice next = ask_choice(call, reduce, call.me, token, piece.end_token);
         bool sent = ask_sent(call, reduce, token, piece.end_token);
-        wait_rows(call, reduce);
+        ptx::wait_for_launches();
         if (!there(piece)) return number;
         const auto list = [&](Terms& terms) {
             for (;;) {

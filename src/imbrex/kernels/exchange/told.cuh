@@ -1,8 +1,6 @@
 // What blocks of a small dispatch have done, for whoever does not wait for its launch: the experts of the
 // same launch (fused/few.cu), and the sums behind it (exchange/reduce.cu). Two words, zeros when a call
-// begins, which the last block that leaves it sets back. A third one counts blocks whose results are stored:
-// a block sets it back before it counts itself as placed, and it is read only behind all that `placed`
-// counts.
+// begins, which the last block that leaves it sets back.
 //
 // Example, blocks 0 to 4 that dispatch: 0 to 2 place rows and positions, 3 tells where tokens go, 4 which
 // experts have rows, and weights of rows. `placed` counts 0, 1, 2 and 4; `told` has the parts that are told.
@@ -15,7 +13,6 @@ constexpr u32 kHitsTold = 1, kRowsTold = 2;  // parts of `told`
 
 __device__ __forceinline__ u32* placed_of(const Call& call) { return &call.own->drawn[kSmall][0]; }
 __device__ __forceinline__ u32* told_of(const Call& call) { return &call.own->drawn[kSmall][1]; }
-__device__ __forceinline__ u32* stored_of(const Call& call) { return &call.own->drawn[kSmallRows][0]; }
 
 // Of so many blocks that dispatch, those that place, which are the first; and those that `placed` counts.
 __device__ __forceinline__ int placing_of(int blocks) { return max(1, blocks - 2); }
@@ -27,21 +24,6 @@ __device__ __forceinline__ u32 counted_of(int blocks) {
 __device__ __forceinline__ bool is_routed(const Call& call, int blocks) {
     const u32 placed = ptx::load_acquire_gpu(placed_of(call)), told = ptx::load_acquire_gpu(told_of(call));
     return placed >= counted_of(blocks) && told == (kHitsTold | kRowsTold);
-}
-
-// Until `blocks` blocks of this rank have stored their results, or their launch has ended: that is waited for
-// where `blocks` is 0, and after longer than a small batch takes. All lanes of a warp.
-__device__ __forceinline__ void wait_stored(const Call& call, int blocks) {
-    const u64 start = ptx::global_timer(), longest = 2'000'000;
-#pragma unroll 1
-    while (blocks > 0 && ptx::global_timer() - start < longest) {
-        if (ptx::load_acquire_gpu(stored_of(call)) == static_cast<u32>(blocks)) {
-            ptx::fence_async();
-            return;
-        }
-        ptx::pause();
-    }
-    ptx::wait_for_launches();
 }
 
 }  // namespace exchange

@@ -46,10 +46,6 @@
 #include "gemm/run.cuh"
 #include "ptx/stamps.cuh"
 
-#ifndef LATE_DRAWS
-#define LATE_DRAWS 0  // tiles of a block, 0, 1 (its first one) or 2 (all), that it draws no other one beside
-#endif
-
 namespace ffn {
 
 using namespace gemm;
@@ -194,9 +190,10 @@ __device__ __forceinline__ void load_work(const BothMaps& maps, const Shared<Up>
 
 // Who takes tiles: all blocks of the launch. `first`: the number of this block's first one; `reserved`: how
 // many such tiles nobody draws, those of the lowest numbers; `all`: how many blocks look at counters;
-// `early`: steps of its first tile whose columns a block asks for before `begin`.
+// `early`: steps of its first tile whose columns a block asks for before `begin`; `late_draws`: see below.
 struct WholeLaunch {
-    __device__ __forceinline__ int early() const { return Up::kStages; }
+    __device__ __forceinline__ static constexpr int early() { return Up::kStages; }
+    __device__ __forceinline__ static constexpr bool late_draws() { return false; }
     __device__ __forceinline__ int first() const { return static_cast<int>(blockIdx.x); }
     __device__ __forceinline__ u32 reserved() const { return gridDim.x; }
     __device__ __forceinline__ u32 all() const { return gridDim.x; }
@@ -214,12 +211,13 @@ __device__ __forceinline__ void leave(const Both& both, u32 of_all) {
 // columns of the first tile have been asked for up to step `ahead`, and then up to that which it returns.
 //
 // A tile that is drawn as the one before begins has its number in time, and waits for that one: a block that
-// comes later, and has none yet, would have begun it sooner. LATE_DRAWS: it is drawn when all of the one
-// before has been asked for.
+// comes later, and has none yet, would have begun it sooner. `late_draws`: it is drawn when all of the
+// one before has been asked for.
 template <class Team, class Begin>
 __device__ __forceinline__ void produce_both(const Both& both, const BothMaps& maps,
                                              const Shared<Up>& shared, const Units& units, const Team& team,
                                              Begin begin) {
+    constexpr bool kLate = Team::late_draws();
     u32 patience = ptx::kPatience, position = 0;
     Written written{both, units.count()};
     Work work;
@@ -235,9 +233,8 @@ __device__ __forceinline__ void produce_both(const Both& both, const BothMaps& m
             ptx::mbarrier_arrive(shared.slot_full + 8 * slot);
             break;
         }
-        const bool late = LATE_DRAWS > 1 || (LATE_DRAWS == 1 && index == 0);
         u32 drawn = 0;
-        if (!late) drawn = atomicAdd(both.counter, 1u);  // nothing may wait for it yet, not even an addition
+        if (!kLate) drawn = atomicAdd(both.counter, 1u);  // nothing may wait for it yet, not even an addition
         const int k = work.down ? both.inner : both.width, steps = (k + Up::kBlockK - 1) / Up::kBlockK;
         const Tile& tile = work.tile;
         shared.slots[slot] = {tile.expert, tile.row,  tile.rows, tile.column,
@@ -245,7 +242,7 @@ __device__ __forceinline__ void produce_both(const Both& both, const BothMaps& m
         ptx::mbarrier_arrive(shared.slot_full + 8 * slot);
         // The rows of gate and up are waited for once: they all come with the launch's before.
         const bool there = index > 0 && (Up::kQuantises || !work.down || written.is(work.part));
-        int ahead = there ? 0 : least(steps, index == 0 ? team.early() : Up::kStages);
+        int ahead = there ? 0 : least(steps, index == 0 ? Team::early() : Up::kStages);
         Ring<Up> rows = ring;
 #pragma unroll 1
         for (int step = 0; step < ahead; ++step, ring.next()) {
@@ -269,9 +266,9 @@ __device__ __forceinline__ void produce_both(const Both& both, const BothMaps& m
                 load_work<true, true>(maps, shared, ring.stage, work, step * Up::kBlockK);
             }
         };
-        const int few = late ? steps : ahead > 0 ? ahead : least(steps, kPeek);
-        if (late || ahead == 0) load(ahead, few);
-        if (late) drawn = atomicAdd(both.counter, 1u);
+        const int few = kLate ? steps : ahead > 0 ? ahead : least(steps, kPeek);
+        if (kLate || ahead == 0) load(ahead, few);
+        if (kLate) drawn = atomicAdd(both.counter, 1u);
         Work then;
         more = seek(both, units, static_cast<int>(drawn + team.reserved()), then);
         load(few, steps);

@@ -10,26 +10,29 @@
 //   all others             | told who has rows | weights of the first tile | rows placed? | rows, tiles ..
 //
 // A block has as many threads as routing wants (ROUTE_THREADS). When it has dispatched, one warp group
-// multiplies, a warp asks for loads, another one's first lane looks whether rows are placed, and the other
-// groups wait at the end. The first tiles are those of blocks that neither dispatch nor push; everybody else
-// draws the first one, too, so that no tile waits for a block that is still busy.
+// multiplies, a warp asks for loads, another one's first lane says that the block has dispatched and looks
+// whether rows are placed, and the other groups wait at the end. The first tiles are those of blocks that
+// neither dispatch nor push; everybody else draws the first one, too, and all draw a next one when the one
+// before has been asked for: so no tile waits for a block that is still busy.
 //
 // The rings of 100 blocks are 13 MB, 4 us of reading, behind which the stores and flags of blocks that still
-// place rows would wait: EARLY and PACE say how much is asked for before rows are seen.
+// place rows would wait. So until rows are seen a block asks for two steps of its first tile at once, and
+// then for one at a time. Ends are told early, too: whoever waits for no dispatch any more takes its ticket
+// while its last tile is under way.
 //
 // Invariants:
 //   Dispatch waits for peers' dispatch and never for a product, and each of its blocks counts itself as
 //     placed, whether or not its peers came: products end, in bounded time.
 //   Products wait for blocks of this launch, all of which are resident, one a multiprocessor: for what is
 //     told, for rows, and as ffn/both.cuh says.
-//   Who waits for rows acquires their count and fences for the copy engine; who counts has fenced for it,
-//     with all threads of its block. A thread of its own waits, as a fence behind loads under way waits for
-//     those.
+//   Who waits for rows acquires their count, and then fences for the copy engine. A thread of its own waits,
+//     as a fence behind loads under way waits for those.
 //   Weights of rows are read as memory that this kernel writes (gemm/store.cuh).
 //   Shared memory of routing is that of the ring: all threads fence before the first load.
 //   Both words are zeros when a call begins: the last block of a call that leaves sets them back.
-//   If a peer did not come, the last block makes NaN of the result. With QUICK_ENDS a block leaves before its
-//     last store, so only where every block that places rows has said that they are whole; else as without.
+//   If a peer did not come, the last block makes NaN of the result, which nobody may then still store to: a
+//     ticket is taken before a block's last store only where every block that places rows has said that they
+//     are whole.
 //   The next launch may begin when the choices of all ranks have come, as behind exchange/small.cu.
 #define IN_ONE_LAUNCH 1
 #include "exchange/small.cuh"
@@ -38,24 +41,6 @@
 
 #ifndef LOCAL_RANKS
 #define LOCAL_RANKS 1
-#endif
-#ifndef INTO_L2
-#define INTO_L2 0
-#endif
-#ifndef FENCES
-#define FENCES 1  // for the copy engine: 0 of those that place rows, 2 of who waits for them, 1 of both
-#endif
-#ifndef EARLY
-#define EARLY 0  // steps of its first tile whose columns a block asks for at once; 0: as many as its ring has
-#endif
-#ifndef PACE
-#define PACE 0  // ns from one further step to the next, until rows are placed; 0: none until then
-#endif
-#ifndef TOLD_ASIDE
-#define TOLD_ASIDE 0  // whether a warp that asks for nothing counts the block, while weights are asked for
-#endif
-#ifndef QUICK_ENDS
-#define QUICK_ENDS 0  // whether blocks take their tickets before their last tile is stored
 #endif
 
 namespace fused {
@@ -74,7 +59,13 @@ using gemm::Slot;
 constexpr int kBlockThreads = route::kRouteThreads;
 static_assert(kBlockThreads >= C::kThreads && kBlockThreads % 128 == 0, "warp groups");
 static_assert(!C::kQuantises, "bf16");
-constexpr int kIdleRegisters = 32;  // of 64 with which 1024 threads begin
+constexpr int kIdleRegisters = 32;  // of 128 with which 512 threads begin
+// Of a block's first tile, until rows are placed: steps whose weights it asks for at once; nanoseconds from
+// one further step to the next; and steps, behind those that its ring has room for, that go into L2.
+constexpr int kStepsAtOnce = 2;
+constexpr u64 kPace = 600;
+constexpr int kStepsIntoL2 = 8;
+static_assert(kStepsAtOnce < Up::kStages, "what comes behind them has room");
 
 // By value. The host reads it: `kernels.structs`.
 struct Few {
@@ -105,11 +96,10 @@ struct Team {
     u32* counter;
     int busy;
 
+    __device__ __forceinline__ static constexpr int early() { return kStepsAtOnce; }
+    __device__ __forceinline__ static constexpr bool late_draws() { return true; }
     __device__ __forceinline__ u32 all() const { return static_cast<u32>(call.group->blocks); }
     __device__ __forceinline__ u32 reserved() const { return all() - busy; }
-    __device__ __forceinline__ int early() const {
-        return EARLY > 0 && EARLY < Up::kStages ? EARLY : Up::kStages;
-    }
     __device__ __forceinline__ int first() const {
         return call.block < busy ? static_cast<int>(atomicAdd(counter, 1u) + reserved()) : call.block - busy;
     }
@@ -118,9 +108,8 @@ struct Team {
 // This block has dispatched. One thread.
 __device__ __forceinline__ void tell_dispatched(const Call& call, bool whole) {
     if (call.block >= call.blocks) return;
-    if (call.block == 0) *exchange::stored_of(call) = 0;
     ptx::fence_gpu();
-    if (QUICK_ENDS && !whole) {
+    if (!whole) {
         ptx::add_relaxed_gpu(exchange::told_of(call), kNotWhole);
         ptx::fence_gpu();
     }
@@ -155,7 +144,8 @@ __device__ __forceinline__ Both both_of(const Call& call, const Small& small, co
     return both;
 }
 
-// This block's part of the dispatch. All threads, which then may load into shared memory.
+// This block's part of the dispatch, of which it has not told yet. All threads, which then may load into
+// shared memory.
 __device__ __forceinline__ void dispatch_part(Call call, const Small& small, Room& room) {
     bool fine = true;
     if (call.block < call.blocks) {
@@ -168,24 +158,13 @@ __device__ __forceinline__ void dispatch_part(Call call, const Small& small, Roo
             push_tokens(call, small,
                         small.route.tokens ? small.route.tokens[call.local] : small.route.num_tokens);
     }
-    if (FENCES < 2)
-        ptx::fence_async();
-    else
-        ptx::fence_async_shared();
+    ptx::fence_async_shared();
     const bool whole = __syncthreads_and(fine) != 0;
     if (threadIdx.x != 0) return;
     ptx::stamp(ptx::kDispatched);
     room.call = call;
     room.whole = whole;
     room.end = kEndRows;
-    if (!TOLD_ASIDE) tell_dispatched(call, whole);
-}
-
-// All that this block computes is in memory. One thread.
-__device__ __forceinline__ void tell_stored(const Call& call) {
-    ptx::fence_async();
-    ptx::fence_gpu();
-    ptx::add_relaxed_gpu(exchange::stored_of(call), 1);
 }
 
 // This block has seen rows placed and all of its tiles asked for, and waits for no dispatch any more: where
@@ -208,20 +187,17 @@ __device__ __forceinline__ void ask_into_l2(const BothMaps& maps, const ffn::Wor
     if (!work.down) ptx::tma_prefetch_3d(map, at, column, 2 * expert + 1);
 }
 
-// Until rows are placed (`begun`): further columns of a block's first tile, a step every PACE ns, into its
-// ring up to step `room`, then into L2 up to step `end`. Returns the steps that its ring was asked for.
+// Until rows are placed (`begun`): further columns of a block's first tile, a step every kPace, into its ring
+// up to step `room`, then into L2 up to step `end`. Returns the steps that its ring was asked for.
 __device__ __forceinline__ int ask_meanwhile(const BothMaps& maps, const Shared<Up>& shared,
                                              const ffn::Work& work, gemm::Ring<Up>& ring, int ahead, int room,
                                              int end, u32 begun) {
     int step = ahead;
-    if (INTO_L2 > 0 && PACE == 0 && EARLY == 0)
+    u64 due = ptx::global_timer() + kPace;
 #pragma unroll 1
-        for (; step < end; ++step) ask_into_l2(maps, work, step);
-    u64 due = PACE > 0 ? ptx::global_timer() + PACE : 0;
-#pragma unroll 1
-    while (PACE > 0 && step < end && !ptx::mbarrier_done(begun, 0)) {
+    while (step < end && !ptx::mbarrier_done(begun, 0)) {
         if (ptx::global_timer() < due) continue;
-        due += PACE;
+        due += kPace;
         if (step < room) {
             ffn::load_work<true, false>(maps, shared, ring.stage, work, step * Up::kBlockK);
             ring.next();
@@ -254,19 +230,17 @@ __device__ __forceinline__ void produce_few(const Call& call, const Both& both, 
     produce_both(
         both, maps, shared, units, team, [&](const ffn::Work& work, gemm::Ring<Up>& ring, int ahead) {
             const int k = work.down ? both.inner : both.width, steps = (k + Up::kBlockK - 1) / Up::kBlockK,
-                      room = gemm::least(steps, Up::kStages), end = gemm::least(steps, room + INTO_L2);
+                      room = gemm::least(steps, Up::kStages), end = gemm::least(steps, room + kStepsIntoL2);
             ahead = ask_meanwhile(maps, shared, work, ring, ahead, room, end, begun);
             ptx::launch_dependents();
             // A tile of down may wait for long.
 #pragma unroll 1
-            for (; EARLY > 0 && work.down && ahead < room; ++ahead, ring.next())
+            for (; work.down && ahead < room; ++ahead, ring.next())
                 ffn::load_work<true, false>(maps, shared, ring.stage, work, ahead * Up::kBlockK);
             return ahead;
         });
-    if (QUICK_ENDS) {
-        while (!ptx::mbarrier_try(begun, 0)) {}  // a block without a tile
-        end_early(call, room);
-    }
+    while (!ptx::mbarrier_try(begun, 0)) {}  // a block without a tile
+    end_early(call, room);
 }
 
 // Dynamic memory as of ffn/both.cu, and at least what routing wants.
@@ -296,7 +270,6 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
         ptx::more_registers<Up::kConsumerRegisters>();
         while (!ptx::mbarrier_try(begun, 0)) {}
         consume_both(both_of(call, small, few), maps, shared);
-        if (threadIdx.x == 0) tell_stored(call);
     } else if (warp < 8) {
         ptx::fewer_registers<Up::kProducerRegisters>();
         if (warp == 4) {
@@ -304,12 +277,12 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
             produce_few(call, both_of(call, small, few), maps, shared, few, small, memory + behind, begun,
                         room);
         } else if (warp == 5 && ptx::lane_id() == 0) {
-            if (TOLD_ASIDE) tell_dispatched(call, room.whole != 0);
+            tell_dispatched(call, room.whole != 0);
             const u32 due = exchange::counted_of(call.blocks);
             wait_word(call, exchange::placed_of(call), few.both.status,
                       [=](u32 placed) { return placed >= due; });
             ptx::stamp(ptx::kSeen);
-            if (FENCES > 0) ptx::fence_async();
+            ptx::fence_async();
             ptx::stamp(ptx::kFenced);
             ptx::mbarrier_arrive(begun);
         }
@@ -317,8 +290,8 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
         ptx::fewer_registers<kIdleRegisters>();
     }
     ptx::launch_dependents();  // a block without a tile
-    if (QUICK_ENDS) __syncthreads();
-    if (!QUICK_ENDS || room.end == kEndRows)
+    __syncthreads();
+    if (room.end == kEndRows)
         end_rows(call, room.whole != 0, few.result + rank * few.stride, few.result_bytes);
     else if (room.end == kEndWords && threadIdx.x == 0)
         call.own->drawn[call.kind][0] = call.own->drawn[call.kind][1] = 0;

@@ -1,8 +1,7 @@
 """Dispatch of a small batch and its experts in one launch: the host's side of `fused/few.cu`.
 
-In place of `NvlinkExchange.dispatch_small` and `ffn.both.run_both`, with their bits. Peers need not know:
-they see the same words, tokens and flags. Not the default: its present ways were timed on one GPU alone,
-where they gain up to 10 % (docs/nvlink.md).
+In place of `NvlinkExchange.dispatch_small` and `ffn.both.run_both`, with their bits, where it is asked for:
+`Nvlink(one_kernel=True)`. Peers need not know: they see the same words, tokens and flags.
 """
 
 from __future__ import annotations
@@ -33,43 +32,12 @@ MOST_LOCAL = 4
 """Ranks of a launch, each with six tensor maps among its arguments."""
 STATIC_BYTES = 1024
 """Bytes of shared memory that the kernel has besides what a launch asks for, at most."""
-
-
-class How(NamedTuple):
-    """How a launch goes about it, which changes no bit. threads: of a block, 256, 512 or 640, all of which
-    route; more leave too few registers for those that multiply. into_l2: steps of a block's first tile whose
-    weights are asked into L2 while rows are placed, behind those that it has room for. fences: for the copy
-    engine, 1: those that place rows and who waits for them; 0: the former alone, 2: the latter, which is
-    enough.
-
-    early: steps of its first tile whose weights a block asks for at once, 0: all that it has room for. pace:
-    nanoseconds from one further step to the next, until rows are placed; 0: none until then, and none into
-    L2. late: a tile is drawn when all of the one before has been asked for, 1: a block's second one, 2: all;
-    0: as the one before begins.
-
-    aside: a warp that asks for nothing says that a block has dispatched. quick: blocks take their tickets
-    before their last tile is stored. stored: sums right behind begin when all blocks have said that their
-    results are, and do not wait for the launch to end. parts: in which a row is placed, each by a warp, of
-    which there are fewer than in a dispatch alone; 0: as many as there."""
-
-    threads: int = 512
-    into_l2: int = 8
-    fences: int = 2
-    early: int = 2
-    pace: int = 600
-    late: int = 2
-    aside: int = 1
-    quick: int = 1
-    stored: int = 0
-    parts: int = 0
-
-
-PLAIN = How(into_l2=0, fences=1, early=0, pace=0, late=0, aside=0, quick=0)
-"""The way without all that."""
-BEST = ((16, 32, How()), (lay.SMALL_TOKENS, lay.MAX_BLOCKS, How()))
-"""Up to so many tokens a rank: multiprocessors that dispatch, at most, and the way. The fastest of what was
-timed on one H100 with 1, 4, 16 and 128 tokens (docs/LOG.md, 2026-11-28, "the one kernel is faster"), or
-within 1 % of it. 32 or more, with which as many push as with all (`lay.small_pushers`): peers wait for it."""
+THREADS = 512
+"""Threads of a block, all of which route: more leave too few registers for those that multiply."""
+DISPATCHING, DISPATCHING_TOKENS = 32, 16
+"""Multiprocessors that dispatch, up to so many tokens of a rank: so more begin with weights. As many push as
+of any larger number (`lay.small_pushers`), since peers wait for those. With more tokens all that a dispatch
+alone takes place rows (docs/LOG.md, 2026-11-28, "the one kernel is faster")."""
 
 
 class Computed(NamedTuple):
@@ -82,24 +50,21 @@ class Computed(NamedTuple):
     behind: int
 
 
-def few_variant(*, local_ranks: int = 1, how: How = How()) -> Variant:  # noqa: B008 (immutable)
+def few_variant(*, local_ranks: int = 1) -> Variant:
     """The kernel for so many ranks a launch."""
-    both, routes = both_variant(weighted=True), (("ROUTE_THREADS", how.threads), ("ROUTE_FIRST", 0))
-    ways = ("INTO_L2", how.into_l2), ("FENCES", how.fences), ("EARLY", how.early), ("PACE", how.pace)
-    ends = ("LATE_DRAWS", how.late), ("TOLD_ASIDE", how.aside), ("QUICK_ENDS", how.quick)
-    more = ("LOCAL_RANKS", local_ranks), *ways, *ends, *routes
-    return replace(both, source=SOURCE, entry=ENTRY, defines=(*both.defines, *more))
+    both, routes = both_variant(weighted=True), (("ROUTE_THREADS", THREADS), ("ROUTE_FIRST", 0))
+    return replace(
+        both, source=SOURCE, entry=ENTRY, defines=(*both.defines, ("LOCAL_RANKS", local_ranks), *routes)
+    )
 
 
 def shipped_variants() -> list[Variant]:
-    return [*dict.fromkeys(few_variant(how=how) for _, _, how in BEST), REDUCE_BEHIND]
+    return [few_variant(), REDUCE_BEHIND]
 
 
-def best_way(tokens: int, sms: int) -> tuple[int, How]:
-    """The multiprocessors that dispatch, of `sms` at most, and the way, where the rank with most has so many
-    tokens."""
-    limit, how = next((limit, how) for up_to, limit, how in BEST if tokens <= up_to)
-    return min(sms, limit), how
+def dispatching_sms(tokens: int, sms: int) -> int:
+    """The multiprocessors that dispatch, of `sms` at most, where the rank with most has so many tokens."""
+    return min(sms, DISPATCHING) if tokens <= DISPATCHING_TOKENS else sms
 
 
 def why_not_few(exchange: NvlinkExchange, small: SmallCall, experts: int) -> str | None:
@@ -119,8 +84,6 @@ def dispatch_and_experts(
     inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
     experts: Sequence[Weights],
     num_sms: int = lay.SMALL_SMS,
-    *,
-    how: How = How(),  # noqa: B008 (immutable)
 ) -> Computed:
     """Queue a small dispatch of `inputs`, (x, ids, weights, tokens) as `dispatch_small` takes them, and the
     experts of its rows. Arguments are those of `run_few`; KernelError where `why_not_few` says why."""
@@ -133,7 +96,7 @@ def dispatch_and_experts(
     if why is not None:
         raise KernelError(f"one launch for dispatch and experts: {why}; take two")
     act, out = x.new_empty(ranks, room, inner), torch.empty_like(small.rows)
-    behind = run_few(exchange, small, experts, (act, out), how=how)
+    behind = run_few(exchange, small, experts, (act, out))
     return Computed(out, small.routed, groups, behind)
 
 
@@ -142,8 +105,6 @@ def run_few(
     small: SmallCall,
     experts: Sequence[Weights],
     memory: tuple[Tensor, Tensor],
-    *,
-    how: How = How(),  # noqa: B008 (immutable)
 ) -> int:
     """Queue a small dispatch, with the groups of its rows, and their experts; returns `behind` for a combine
     right behind. All contiguous bf16.
@@ -158,12 +119,11 @@ def run_few(
     assert small.sms <= blocks, "every block has a multiprocessor: they wait for each other"
     assert out.shape[1] <= small.rows.shape[1]
     args = _few_args(small, out, tuple(down_eDF.shape))
-    small.args.parts = how.parts or small.args.parts
-    block = blocks, how.threads, max(small.shared, shared_bytes(len(down_eDF)))
-    variant, maps = few_variant(local_ranks=ranks, how=how), _maps(small, experts, act, out)
+    block = blocks, THREADS, max(small.shared, shared_bytes(len(down_eDF)))
+    variant, maps = few_variant(local_ranks=ranks), _maps(small, experts, act, out)
     exchange.launch_small(variant, block, small, [args, maps])
     check_products(out.get_device())
-    return args.movers + (how.stored * blocks << 16)
+    return args.movers
 
 
 def _few_args(small: SmallCall, out: Tensor, sizes: tuple[int, ...]) -> Any:
@@ -188,11 +148,9 @@ def _maps(small: SmallCall, experts: Sequence[Weights], act_LRF: Tensor, out_LRD
 
 
 __all__ = [
-    "PLAIN",
     "SOURCE",
-    "How",
-    "best_way",
     "dispatch_and_experts",
+    "dispatching_sms",
     "few_variant",
     "run_few",
     "shipped_variants",
