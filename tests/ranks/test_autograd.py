@@ -187,26 +187,29 @@ def over_kernels(ranks: Ranks, nvlink: Any, schedule: str) -> tuple[Any, Tensor]
     return layer, inputs_of(ranks.rank, 20 + 9 * ranks.rank)[0]
 
 
-def run_kept(ranks: Ranks, transport: str, schedule: str) -> set[str]:
-    """Results that a call still holds when its caller has let go of them."""
-    kept: dict[str, StorageWeakRef] = {}
+def run_kept(ranks: Ranks, transport: str, schedule: str, again: bool) -> set[str]:
+    """Tensors that a call still holds when its caller has let go of them; of one that runs `again`, rows in
+    and out of experts among them."""
+    made: dict[str, StorageWeakRef] = {}
 
-    def watch(name: str, module: torch.nn.Module) -> None:
-        hook = lambda *call: kept.setdefault(name, StorageWeakRef(call[-1].untyped_storage())) and None  # noqa: E731
-        module.register_forward_hook(hook)
+    def note(name: str, tensor: Tensor) -> None:
+        made.setdefault(name, StorageWeakRef(tensor.untyped_storage()))
 
     with emulating(ranks) if transport == "kernels" else nullcontext() as nvlink:
         if nvlink is None:
             layer, x_TD = make(ranks, transport, schedule)
-            watch("shared", layer.shared_expert)
+            layer.shared_expert.register_forward_hook(lambda *call: note("shared", call[-1]))
         else:
             layer, x_TD = over_kernels(ranks, nvlink[0], schedule)
-            watch("experts", layer.experts)
-        watch("output", layer)
-        total = layer(x_TD).sum()
-        alive = {name for name, reference in kept.items() if not reference.expired()}
+        if again or nvlink is not None:
+            layer.experts.register_forward_hook(lambda *call: note("rows out", call[-1]))
+        if again:
+            layer.experts.register_forward_hook(lambda *call: note("rows in", call[1][0].rows_RD))
+        layer.register_forward_hook(lambda *call: note("output", call[-1]))
+        total = (CHECKPOINT(layer, x_TD) if again else layer(x_TD)).sum()
+        alive = {name for name, reference in made.items() if not reference.expired()}
         total.backward()
-    assert len(kept) == 2
+    assert len(made) == 2 + again + (again and nvlink is None)
     return alive
 
 
@@ -214,7 +217,14 @@ def run_kept(ranks: Ranks, transport: str, schedule: str) -> set[str]:
 @pytest.mark.parametrize("transport", ["alltoall", pytest.param("kernels", marks=NEEDS_GPP)])
 def test_a_call_keeps_none_of_its_results(pool: Pool, transport: str, schedule: str) -> None:
     """Nor does a backward want those of experts that multiply by the weights: as large as all rows."""
-    assert pool.run(2, run_kept, transport, schedule) == [set()] * 2
+    assert pool.run(2, run_kept, transport, schedule, False) == [set()] * 2
+
+
+@pytest.mark.parametrize("schedule", ["serial", "chunks", "fused"])
+@pytest.mark.parametrize("transport", ["alltoall", pytest.param("kernels", marks=NEEDS_GPP)])
+def test_a_checkpointed_call_keeps_no_rows(pool: Pool, transport: str, schedule: str) -> None:
+    """Events keep rows that came, since they may have to compute on fewer of them."""
+    assert pool.run(2, run_kept, transport, schedule, True) == [set()] * 2
 
 
 def run_frozen(ranks: Ranks, transport: str, schedule: str, autocast: bool) -> bool:

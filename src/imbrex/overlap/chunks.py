@@ -30,7 +30,7 @@ from imbrex.kernels.ffn.ffn import bring_gradient, brings_gradient
 from imbrex.kernels.fused.rows_out import rows_out
 from imbrex.overlap.gradients import gradients_of
 from imbrex.runtime.deferred import Deferral
-from imbrex.runtime.gradients import end_of
+from imbrex.runtime.gradients import Place, begin_of, end_of, keep_values, saves_elsewhere, values_at
 
 
 @dataclass(slots=True)
@@ -42,10 +42,10 @@ class Chunk:
     crossing: Crossing | None = None
     state: Sequence[Tensor] = ()
     weights_R: Tensor | None = None
-    rows_RD: Tensor | None = None
+    rows_RD: Place | None = None
     beside: Any = None
     counts_e: Tensor | None = None
-    out_RD: Tensor | GradientEdge | None = None
+    out_RD: Place | None = None
     left: list[Any] = field(default_factory=list)
     deferral: Deferral | None = None
 
@@ -82,6 +82,8 @@ class Forward:
         else:
             self.dispatcher = exchange.dispatcher.beside(len(sizes), in_turn=self.in_turn)
         self.keep, self.defer = keep, keep and defer
+        # A caller's hooks bring back what is saved, or compute it again: nobody else shall hold it.
+        self.lets_go = keep and saves_elsewhere()
         forms = (RowForm.ROWS,) if keep and self.fusing is None else experts.forms
         self.form = self.dispatcher.form_of(forms, x_TD, routing.weights_TK)
         self.x_TD, self.weights_TK, self.addend_TD = x_TD, routing.weights_TK, addend_TD
@@ -109,7 +111,7 @@ class Forward:
 
     def experts(self, chunk: int) -> None:
         c = self.chunks[chunk]
-        assert c.rows_RD is not None
+        assert isinstance(c.rows_RD, Tensor)
         assert c.weights_R is not None
         assert c.counts_e is not None
         weighs = self.layer_experts.applies_weights
@@ -117,7 +119,7 @@ class Forward:
             self.exchange.observer.span("experts", layer=self.exchange.layer),
             torch.set_grad_enabled(self.keep),
         ):
-            c.rows_RD = c.rows_RD.detach().requires_grad_(self.keep)
+            c.rows_RD = begin_of(c.rows_RD) if self.lets_go else c.rows_RD.detach().requires_grad_(self.keep)
             c.weights_R = c.weights_R.detach().requires_grad_(self.keep and weighs)
             tokens, maker = c.tokens.stop - c.tokens.start, self.dispatcher.key
             handle = Handle(weights_R=c.weights_R, state=tuple(c.state), num_tokens=tokens, maker=maker)
@@ -134,8 +136,9 @@ class Forward:
             c.beside = None
             c.deferral = Deferral() if self.defer else None
             with nullcontext() if c.deferral is None else c.deferral.record():
-                c.out_RD = self.layer_experts(dispatched)
-            self.exchange.check_rows(c.out_RD, handle, together=False)
+                out_RD = self.layer_experts(dispatched)
+            c.out_RD = keep_values(out_RD) if self.lets_go and not weighs else out_RD
+            self.exchange.check_rows(out_RD, handle, together=False)
 
     def encode_back(self, chunk: int) -> None:
         c = self.chunks[chunk]
@@ -158,9 +161,13 @@ class Forward:
         c.crossing = None
         if not self.keep:
             c.rows_RD = c.weights_R = c.out_RD = None
-        elif self.layer_experts.applies_weights:
-            assert isinstance(c.out_RD, Tensor)
+            return
+        assert isinstance(c.out_RD, Tensor)
+        assert isinstance(c.rows_RD, Tensor)
+        if self.lets_go or self.layer_experts.applies_weights:
             c.out_RD = end_of(c.out_RD)
+        if self.lets_go:
+            c.rows_RD = end_of(c.rows_RD)
 
 
 class Backward:
@@ -186,10 +193,7 @@ class Backward:
         c = self.forward.chunks[chunk]
         assert c.out_RD is not None
         assert c.weights_R is not None
-        out_RD = None
-        if not self.forward.layer_experts.applies_weights:
-            assert isinstance(c.out_RD, Tensor)
-            out_RD = c.out_RD.detach()
+        out_RD = None if self.forward.layer_experts.applies_weights else values_at(c.out_RD)
         if self.fusing is not None and out_RD is None and brings_gradient(_node(c.out_RD)):
             c.crossing = self.fusing.combine_backward_beside(self.d_y_TD[c.tokens], c.weights_R, c.state)
             return
@@ -262,7 +266,7 @@ class Backward:
         c.crossing, self.d_rows[chunk] = None, None
 
 
-def _node(out_RD: Tensor | GradientEdge) -> Any:
+def _node(out_RD: Place) -> Any:
     return out_RD.node if isinstance(out_RD, GradientEdge) else out_RD.grad_fn
 
 

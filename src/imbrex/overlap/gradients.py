@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from imbrex.runtime.gradients import gradients_to, hooks_aside
+from imbrex.runtime.gradients import Place, gradients_to, hooks_aside
 
 
 def gradients_of(
-    out_RD: Tensor | GradientEdge,
+    out_RD: Place,
     d_out_RD: Tensor,
-    rows_RD: Tensor,
+    rows_RD: Place,
     weights_R: Tensor | None,
     parameters: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
     """Gradients of the experts' rows, of the rows' weights and of the parameters, from that of the outputs.
 
-    out_RD: the outputs, or their `end_of`. weights_R: where the experts apply them, else `None`, as is then
-    their gradient. Rows and weights that were not used have zeros, such parameters `None`.
+    weights_R: where the experts apply them, else `None`, as is then their gradient. Rows and weights that
+    were not used have zeros, such parameters `None`.
     """
     leaves = [rows_RD, *([] if weights_R is None else [weights_R]), *parameters]
     gradients: list[Tensor | None] = [None] * len(leaves)
@@ -33,4 +33,4 @@ def gradients_of(
     if weights_R is not None:
         d_weights_R = gradients.pop(0)
         d_weights_R = torch.zeros_like(weights_R) if d_weights_R is None else d_weights_R
-    return torch.zeros_like(rows_RD) if d_rows_RD is None else d_rows_RD, d_weights_R, gradients
+    return torch.zeros_like(d_out_RD) if d_rows_RD is None else d_rows_RD, d_weights_R, gradients

@@ -84,19 +84,64 @@ class _PartOfTask(_Group):
             super().__exit__(*error)
 
 
-def end_of(out: Tensor) -> Tensor | GradientEdge:
-    """The end of the graph that made `out`, for a backward that starts there later and wants no values; `out`
-    itself, if it has none."""
-    return get_gradient_edge(out) if out.requires_grad else out
+Place = Tensor | GradientEdge
+"""A place in a graph: a tensor, or without its values."""
 
 
-def gradients_to(leaves: Sequence[Tensor], out: Tensor | GradientEdge, d_out: Tensor) -> list[Tensor | None]:
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, before: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, None
+
+
+class _Saved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradients[0]
+
+
+def begin_of(x: Tensor) -> Tensor:
+    """`x` where a graph of its own begins, none of whose parts holds it but those that save it: a leaf would
+    be held by the graph."""
+    begun: Any = _Begin.apply(x.detach(), x.new_empty(0).requires_grad_())
+    return begun
+
+
+def keep_values(x: Tensor) -> Tensor:
+    """`x`, saved by a node of the graph, for `values_at` its place."""
+    saved: Any = _Saved.apply(x) if x.requires_grad else x
+    return saved
+
+
+def end_of(x: Tensor) -> Place:
+    """The place of `x` in its graph, for a backward that comes later and wants no values; `x` itself, if it
+    has none."""
+    return get_gradient_edge(x) if x.requires_grad else x
+
+
+def values_at(place: Place) -> Tensor:
+    """The values of a tensor, or those that `keep_values` has saved there, once."""
+    node: Any = place.node if isinstance(place, GradientEdge) else None
+    return place.detach() if isinstance(place, Tensor) else node.saved_tensors[0].detach()
+
+
+def gradients_to(leaves: Sequence[Place], out: Place, d_out: Tensor) -> list[Tensor | None]:
     """The gradient of every leaf from that of `out`; `None` for one that is not used, or that its caller has
     frozen since the forward."""
-    trained = [leaf for leaf in leaves if leaf.requires_grad]
+    learns = [isinstance(leaf, GradientEdge) or leaf.requires_grad for leaf in leaves]
+    trained: Any = [leaf for leaf, learning in zip(leaves, learns, strict=True) if learning]
     with _PartOfTask():
         gradients = iter(torch.autograd.grad(out, trained, d_out, allow_unused=True) if trained else ())
-    return [next(gradients) if leaf.requires_grad else None for leaf in leaves]
+    return [next(gradients) if learning else None for learning in learns]
 
 
 def saves_elsewhere() -> bool:
