@@ -102,8 +102,8 @@ def brief(sweep: Sweep) -> Sweep:
 
 
 def at_contexts(name: str, sweep: Sweep, contexts: list[int]) -> Sweep:
-    """Steps and chunks behind so many tokens. Latent attention goes through all of a slot, so an engine for
-    each length."""
+    """Steps and chunks behind so many tokens. In steps latent attention goes through all of a slot, so an
+    engine for each length."""
     by_room = isinstance(MODELS[name].attention, Latent)
     return replace(sweep, rooms=tuple((n,) for n in contexts) if by_room else (tuple(contexts),))
 
@@ -426,8 +426,8 @@ class Run:
         case |= {"drafts": drafts, "forced": FORCED[drafts]} if drafts else {}
         timed = contexts if settings.graphs else contexts[:1]
         own = [self.step(engine, way, case | {"B": b, "context": n}) for n in timed for b in batches]
-        # Where attention goes through all of a slot, a chunk with nothing before it takes as long.
-        before = timed if isinstance(MODELS[name].attention, Latent) else (0, *timed)
+        # With nothing before, a chunk takes as long in an engine of any room.
+        before = (0, *timed) if contexts == self.sweeps[name].rooms[0] else timed
         for n in before:
             fill_prompts(engine, n)
             own += [self.chunk(engine, way, case | {"context": n}, live) for live in LIVE]
@@ -494,6 +494,8 @@ class Run:
         taken = slowest_seconds(ready, engine.programs["prefill"])
         engine.steps.state.length_Z.zero_()
         case = case | {"rows": CHUNK[0], "tokens": CHUNK[1]} | ({"live": live} if live < CHUNK[0] else {})
+        # The room of a slot is no part of it: attention reads what is used.
+        del case["room"]
         return {"op": "chunk", "impl": way, "case": case, "median_us": round(1e6 * taken, 1), "n": ROUNDS}
 
     def show(self, rows: list[dict[str, Any]]) -> None:

@@ -131,6 +131,14 @@ SERVING = [
         ("unit/test_serve_replay.py::test_the_time_in_which_no_step_runs_is_told",),
     ),
     Fault(
+        "latents-of-the-slot-with-the-row's-number",
+        "serve/attention.py",
+        "a chunk's rows see the used part of slots that are others'",
+        "index_P = self.slots_B[row_P] * self.capacity + of_slot_P",
+        "index_P = row_P * self.capacity + of_slot_P",
+        ("unit/test_serve_latent.py::test_chunks_expanded_are_those_absorbed",),
+    ),
+    Fault(
         "loading-all-of-a-stack",
         "adapters/huggingface/weights.py",
         "a rank copies all experts of a layer to take its own",

@@ -98,17 +98,24 @@ def test_times_out_of_rows() -> None:
         row("chunk", 2e6, model="deepseek-v3-8", context=10, room=30, rows=4),
     ]
     times = step_times(latent, "deepseek-v3-8", "nvlink")
-    assert times == StepTimes(decode={8: [(30, 1.0)]}, prefill={4: [(30, 2.0)]}, by_room=True)
+    assert times == StepTimes(
+        decode={8: [(30, 1.0)]}, prefill={4: [(30, 2.0)]}, decode_by_room=True, prefill_by_room=True
+    )
+    del latent[1]["case"]["room"]
+    times = step_times(latent, "deepseek-v3-8", "nvlink")
+    assert times == StepTimes(decode={8: [(30, 1.0)]}, prefill={4: [(10, 2.0)]}, decode_by_room=True)
 
 
 def test_a_step_over_the_whole_room_takes_as_long_at_any_length() -> None:
-    times = StepTimes(decode={1: [(20, 0.5), (40, 0.9)]}, prefill={1: [(20, 5.0), (40, 7.0)]}, by_room=True)
-    point = replay(times, Load(users=1, input=8, output=20), Settings(slots=1, room=30, chunk=(1, 8)))
-    assert point["tokens_per_s_user"] == pytest.approx(1 / 0.7)
-    assert point["tokens_per_s_gpu"] == pytest.approx(20 / (6 + 19 * 0.7))
+    curves: dict = {"decode": {1: [(20, 0.5), (40, 0.9)]}, "prefill": {1: [(20, 5.0), (40, 7.0)]}}
+    for prefill_by_room, chunk in ((True, 6), (False, 3)):
+        times = StepTimes(**curves, decode_by_room=True, prefill_by_room=prefill_by_room)
+        point = replay(times, Load(users=1, input=8, output=20), Settings(slots=1, room=30, chunk=(1, 8)))
+        assert point["tokens_per_s_user"] == pytest.approx(1 / 0.7)
+        assert point["tokens_per_s_gpu"] == pytest.approx(20 / (chunk + 19 * 0.7))
 
 
-def test_a_chunk_of_one_prompt_is_made_ready() -> None:
+def test_a_chunk_of_one_prompt_is_made_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dummies beside it have a slot each behind those of requests, as in a loop."""
     engine = Engine(make(), Settings(slots=6, room=30, chunk=(4, 8)))
     benchmark.ready_chunk(engine, 5, 1)
@@ -117,6 +124,10 @@ def test_a_chunk_of_one_prompt_is_made_ready() -> None:
     assert of_row == [[0, 7, 8, 9], [5, 0, 0, 0], [256, 0, 0, 0]]
     benchmark.ready_chunk(engine, 5, 4)
     assert [of.tolist() for of in (chunk.slot_B, chunk.start_B)] == [[0, 1, 2, 3], [5] * 4]
+    monkeypatch.setattr(benchmark, "slowest_seconds", lambda *_: 1.0)
+    run: Any = None
+    row = benchmark.Run.chunk(run, engine, "auto", {"room": 30, "context": 5}, 1)
+    assert row["case"] == {"context": 5, "rows": 4, "tokens": 256, "live": 1}
 
 
 def test_chunks_stand_behind_prompts_that_were_served(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,15 @@
 
 Torch computes it. On a GPU, compiled `flex_attention`, which splits the keys, serves rows of few tokens, and
 flash attention rows of many; both read only the used part of a slot. Elsewhere it is
-`scaled_dot_product_attention` with a mask. Latent attention (DeepSeek-V2, section 2.1) is computed in its
-absorbed form: the cache has one latent row per token, heads meet in the latents' space, and torch's batched
-products do the rest, since no kernel of torch's is fast for heads of 576 values.
+`scaled_dot_product_attention` with a mask.
+
+Latent attention (DeepSeek-V2, section 2.1) has one latent row per token in its cache. Rows of few tokens meet
+it in its absorbed form: heads come into the latents' space, and torch's batched products do the rest over all
+of a slot, since no kernel of torch's is fast for heads of 576 values. For rows of many tokens, chunks of
+prompts, one product makes keys and values of all heads from the used part of the slots, for flash attention.
 
 Shape letters besides those of the contracts: B rows of a step, S tokens of a row (T = B * S), H heads, G
-heads of keys and values, C width of a head, L tokens that a slot has room for, Z slots.
+heads of keys and values, C width of a head, L tokens that a slot has room for, Z slots, P = B * L.
 """
 
 from __future__ import annotations
@@ -33,12 +36,21 @@ from imbrex.serve.between import (
 Cache = tuple[Tensor, ...]
 FEW, BLOCK = 4, 128
 """The most tokens of a row that `flex_attention` serves, and the keys in a block of its mask."""
+MANY = 64
+"""The fewest tokens of a row for which latents are expanded. In DeepSeek-V3's widths that takes 47.2 MFLOP a
+cached token that is used, and 0.1 more for each token of the row; absorbed, a token of the row takes 0.28
+MFLOP and 1.5 KB of scores for every token that a slot has room for. That is as much for rows of 262 tokens if
+slots are full, of 103 if half full, of 47 if a quarter full."""
 FLEX: dict[str, Any] = {"BLOCK_N": 32, "num_stages": 4, "num_warps": 2}
 """The tiles of `flex_attention`: of those that `benchmarks/attention.py` times, within 4 % of the best from 8
 to 128 rows. torch's own choice of one stage takes up to 1.6 times as long."""
 SHAPES = 64
 """The number of step sizes for which a process may compile attention."""
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
+FLASH_WIDTH, FLASH_STEP = 256, 8
+"""The widest head of flash attention, and what the width of a head is a multiple of."""
+GROUPED_MAJORS = (9, 10)
+"""Compute capabilities on which torch's grouped product of bfloat16 does not ask the device for its sizes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +110,7 @@ class Span:
         self._mask_B1SL: Tensor | None = None
         self._hidden_BSL: Tensor | None = None
         self._bounds: tuple[Tensor, Tensor] | None = None
+        self._packing: tuple[Tensor, Tensor, Tensor] | None = None
         self._blocks: Any = None
 
     def mask_B1SL(self) -> Tensor:
@@ -142,6 +155,26 @@ class Span:
             self._bounds = ends_B.to(torch.int32), starts_B.to(torch.int32)
         return self._bounds
 
+    def packing(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The used parts of the rows' slots, one behind another: their rows in the flat cache, int64 [P],
+        where each row's begin, int32 [B + 1], and their number, int32 [B]. A row without a live token has
+        one; behind the last end stand rows of any slot.
+
+        Example: start_B [3, 0], two tokens a row, L = 8: cache rows 0 to 4, 8, 9, and nine more; [0, 5, 7];
+        [5, 2].
+        """
+        if self._packing is None:
+            used_B = self.used_B
+            if self.live_T is not None:
+                used_B = torch.where(self.live_T.view(self.rows, -1).any(1), used_B, 1)
+            begin_B1 = F.pad(used_B.cumsum(0), (1, 0))
+            place_P = torch.arange(self.rows * self.capacity, device=used_B.device)
+            row_P = torch.searchsorted(begin_B1[1:], place_P, right=True).clamp_(max=self.rows - 1)
+            of_slot_P = (place_P - begin_B1[row_P]).clamp_(max=self.capacity - 1)
+            index_P = self.slots_B[row_P] * self.capacity + of_slot_P
+            self._packing = index_P, begin_B1.to(torch.int32), used_B
+        return self._packing
+
     def of_rows(self, cache: Tensor) -> Tensor:
         """The slots of the rows, [B, L, ...]: a view where row b is slot b."""
         return cache[: self.rows] if self.given_B is None else cache[self.given_B]
@@ -153,7 +186,8 @@ def attend(q_BSHC: Tensor, cache: Cache, span: Span, *, compiles: bool) -> Tenso
     if q_BSHC.is_cuda and q_BSHC.dtype in FLASH_DTYPES:
         if compiles and span.given_B is None and _takes_few(q_BSHC, cache[0]):
             return _few(q_BSHC, span.of_rows(cache[0]), span.of_rows(cache[1]), span)
-        return _flash(q_BSHC, cache[0], cache[1], span)
+        keys, values = (slots.flatten(0, 1) for slots in cache)
+        return _flash(q_BSHC, keys, values, span, span.bounds()[1], span.used_B)
     keys, values = (span.of_rows(slots) for slots in cache)
     return _dot(q_BSHC, keys, values, span.mask_B1SL())
 
@@ -190,22 +224,23 @@ def _dot(q_BSHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, mask: Tensor | None) ->
     return y.transpose(1, 2)
 
 
-def _flash(q_BSHC: Tensor, k_ZLGC: Tensor, v_ZLGC: Tensor, span: Span) -> Tensor:
-    """Torch's flash attention reads the used part of every slot only, where the slot stands. Its public door
-    for ragged rows, `varlen_attn`, takes no slot lengths before torch 2.13."""
-    of_queries, of_keys = span.bounds()
+def _flash(
+    q_BSHC: Tensor, k_RGC: Tensor, v_RGC: Tensor, span: Span, begin_B1: Tensor, used_B: Tensor
+) -> Tensor:
+    """Torch's flash attention reads so many keys from every row's first one on. Its public door for ragged
+    rows, `varlen_attn`, takes no slot lengths before torch 2.13."""
     out_THC, *_ = torch.ops.aten._flash_attention_forward(
         q_BSHC.flatten(0, 1),
-        k_ZLGC.flatten(0, 1),
-        v_ZLGC.flatten(0, 1),
-        of_queries,
-        of_keys,
+        k_RGC,
+        v_RGC,
+        span.bounds()[0],
+        begin_B1,
         span.length,
         span.capacity,
         0.0,
         True,
         False,
-        seqused_k=span.used_B,
+        seqused_k=used_B,
     )
     return out_THC.view_as(q_BSHC)
 
@@ -263,8 +298,9 @@ class GroupedAttention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention, absorbed: queries are taken into the latents' space, and the weighted
-    latents out of it, so that a token costs kv_rank + rope values of cache."""
+    """Multi-head latent attention. Absorbed, queries are taken into the latents' space, and the weighted
+    latents out of it; expanded, latents into keys and values of all heads. Either way a token costs kv_rank +
+    rope values of cache."""
 
     def __init__(self, sizes: Latent, hidden_size: int, *, eps: float, **kind) -> None:
         super().__init__()
@@ -275,10 +311,10 @@ class LatentAttention(nn.Module):
         self.kv_down = nn.Linear(hidden_size, sizes.kv_rank + sizes.rope, bias=False, **kind)
         self.kv_norm = nn.RMSNorm(sizes.kv_rank, eps=eps, **kind)
         self.k_up = nn.Parameter(torch.empty(heads, sizes.nope, sizes.kv_rank, **kind))
-        self.v_up = nn.Parameter(torch.empty(heads, sizes.kv_rank, sizes.value, **kind))
+        self.v_up = nn.Parameter(torch.empty(heads, sizes.value, sizes.kv_rank, **kind))
         self.out = nn.Linear(heads * sizes.value, hidden_size, bias=False, **kind)
         for weight in (self.k_up, self.v_up):
-            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+            nn.init.normal_(weight, std=sizes.kv_rank**-0.5)
 
     @staticmethod
     def cache(sizes: Latent, slots: int, capacity: int, **kind) -> Cache:
@@ -287,24 +323,71 @@ class LatentAttention(nn.Module):
     def forward(
         self, x_TD: Tensor, span: Span, cache: Cache | None, turn_TC: Tensor, between: Between
     ) -> Tensor:
-        sizes, tokens, rows = self.sizes, len(x_TD), (span.rows, span.length)
-        q_THC = self.q_up(self.q_norm(self.q_down(x_TD))).view(tokens, sizes.num_heads, -1)
-        nope, rope = q_THC.split([sizes.nope, sizes.rope], -1)
+        tokens, rows = len(x_TD), (span.rows, span.length)
+        q_THC = self.q_up(self.q_norm(self.q_down(x_TD))).view(tokens, self.sizes.num_heads, -1)
         of_row = self.kv_down(x_TD), self.kv_norm.weight, turn_TC, self.eps
         if cache is None:
-            kept_BLC, hidden_BSL = latent_row(*of_row).unflatten(0, rows), _later(span)
+            kept_BLC = latent_row(*of_row).unflatten(0, rows)
+            y_THC = self._absorbed(q_THC, kept_BLC, _later(span), turn_TC, between)
         else:
             between.latent_into_cache(*of_row, cache[0].flatten(0, 1), span.row_T)
-            kept_BLC, hidden_BSL = span.of_rows(cache[0]), span.hidden_BSL()
+            if expands(self.sizes, span.length, q_THC):
+                y_THC = self._expanded(q_THC, cache[0].flatten(0, 1), span, turn_TC, between)
+            else:
+                y_THC = self._absorbed(q_THC, span.of_rows(cache[0]), span.hidden_BSL(), turn_TC, between)
+        return self.out(y_THC.reshape(tokens, -1))
+
+    def _absorbed(
+        self, q_THC: Tensor, kept_BLC: Tensor, hidden_BSL: Tensor, turn_TC: Tensor, between: Between
+    ) -> Tensor:
+        sizes, (tokens, heads) = self.sizes, q_THC.shape[:2]
+        nope, rope = q_THC.split([sizes.nope, sizes.rope], -1)
         absorbed_HTC = torch.bmm(nope.transpose(0, 1), self.k_up)
         scale = (sizes.nope + sizes.rope) ** -0.5
         q_THC = between.latent_queries(absorbed_HTC, rope, turn_TC, scale)
         # The latents that every head attends to.
-        scores_BXL = torch.bmm(q_THC.view(span.rows, -1, q_THC.shape[-1]), kept_BLC.mT)
+        scores_BXL = torch.bmm(q_THC.view(len(kept_BLC), -1, q_THC.shape[-1]), kept_BLC.mT)
         weights_BXL = latent_weights(scores_BXL, hidden_BSL)
         y_BXC = torch.bmm(weights_BXL, kept_BLC[..., : sizes.kv_rank])
-        y_HTC = y_BXC.view(tokens, sizes.num_heads, -1).transpose(0, 1)
-        return self.out(torch.bmm(y_HTC, self.v_up).transpose(0, 1).reshape(tokens, -1))
+        y_HTC = y_BXC.view(tokens, heads, -1).transpose(0, 1)
+        return torch.bmm(y_HTC, self.v_up.mT).transpose(0, 1)
+
+    def _expanded(
+        self, q_THC: Tensor, kept_RC: Tensor, span: Span, turn_TC: Tensor, between: Between
+    ) -> Tensor:
+        """Flash attention wants values as wide as keys: they are with what stands behind them in a head, and
+        what comes of that is cut off. So neither is copied."""
+        sizes, (index_P, begin_B1, used_B) = self.sizes, span.packing()
+        up_HCK = between.latent_up(self.k_up, self.v_up, sizes.rope)
+        up_1KN, packed_PK = up_HCK.flatten(0, 1)[None].mT, kept_RC[index_P]
+        q_BSHC = between.latent_heads(q_THC, turn_TC).unflatten(0, (span.rows, span.length))
+        if q_THC.is_cuda:
+            # Rows behind the last end are neither computed nor read.
+            both_PN = F.grouped_mm(packed_PK, up_1KN, offs=begin_B1[-1:])
+        else:
+            both_PN = packed_PK @ up_1KN[0]
+        both_PHC = both_PN.unflatten(1, up_HCK.shape[:2])
+        keys, values = both_PHC[..., sizes.value :], both_PHC[..., : sizes.nope + sizes.rope]
+        if q_THC.is_cuda:
+            y_BSHC = _flash(q_BSHC, keys, values, span, begin_B1, used_B)
+        else:
+            of_slot_BL = begin_B1[:-1, None] + torch.arange(span.capacity, device=begin_B1.device)
+            of_slot_BL.clamp_(max=len(keys) - 1)
+            y_BSHC = _dot(q_BSHC, keys[of_slot_BL], values[of_slot_BL], span.mask_B1SL())
+        return y_BSHC.flatten(0, 1)[..., : sizes.value]
+
+
+def expands(sizes: Latent, length: int, x: Tensor) -> bool:
+    """Whether rows of so many tokens have their latents expanded. On a GPU, where flash attention takes the
+    heads and a product whose number of rows only the device knows does not ask for it."""
+    width = sizes.nope + sizes.rope
+    if length < MANY or sizes.value > width:
+        return False
+    if not x.is_cuda:
+        return True
+    step = {width % FLASH_STEP, sizes.value % FLASH_STEP, (sizes.kv_rank + sizes.rope) % FLASH_STEP}
+    grouped = x.dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] in GROUPED_MAJORS
+    return grouped and width <= FLASH_WIDTH and step == {0}
 
 
 def _later(span: Span) -> Tensor:

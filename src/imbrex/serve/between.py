@@ -92,6 +92,22 @@ def latent_queries(absorbed_HTC: Tensor, rope_THC: Tensor, turn_TC: Tensor, scal
     return torch.cat((absorbed_HTC.transpose(0, 1), turned(rope_THC, turn_TC)), -1) * scale
 
 
+def latent_heads(q_THC: Tensor, turn_TC: Tensor) -> Tensor:
+    """Queries of expanded latents, the part with positions first, turned."""
+    rope = turn_TC.shape[-1] // 2
+    nope, turning = q_THC.split([q_THC.shape[-1] - rope, rope], -1)
+    return torch.cat((turned(turning, turn_TC), nope), -1)
+
+
+def latent_up(k_up_HNK: Tensor, v_up_HVK: Tensor, rope: int) -> Tensor:
+    """The weight that takes a row of the cache to a value and a key of every head, [H, value + rope + nope,
+    kv_rank + rope]. The turned key goes through as it is."""
+    heads, _, rank = k_up_HNK.shape
+    as_it_is = F.pad(torch.eye(rope, dtype=k_up_HNK.dtype, device=k_up_HNK.device), (rank, 0))
+    values, keys = F.pad(v_up_HVK, (0, rope)), F.pad(k_up_HNK, (0, rope))
+    return torch.cat((values, as_it_is.expand(heads, -1, -1), keys), 1)
+
+
 def latent_weights(scores_BXL: Tensor, hidden_BSL: Tensor) -> Tensor:
     """The softmax of a row's scores, X = S * H, but for the tokens that each does not see; takes the place of
     the scores. Never compiled: as one kernel it took 111 us of scores whose bytes take 20 to read and write.
@@ -109,6 +125,8 @@ class Between:
     grouped_into_cache: Callable[..., Tensor] = grouped_into_cache
     latent_into_cache: Callable[..., None] = latent_into_cache
     latent_queries: Callable[..., Tensor] = latent_queries
+    latent_heads: Callable[..., Tensor] = latent_heads
+    latent_up: Callable[..., Tensor] = latent_up
 
 
 AS_WRITTEN = Between()

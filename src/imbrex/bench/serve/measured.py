@@ -62,19 +62,22 @@ def about(run: Mapping[str, Any]) -> str:
 
 
 def step_times(rows: Iterable[Row], model: str, way: str, drafts: int = 0) -> StepTimes:
-    """The times of a way with so many drafts a step. Raises ValueError where there are none."""
-    by_room = isinstance(MODELS[model].attention, Latent)
+    """The times of a way with so many drafts a step. Raises ValueError where there are none. Latent attention
+    goes through all of a slot; in chunks it did where these name its room."""
+    latent, prefill_by_room = isinstance(MODELS[model].attention, Latent), False
     decode: dict[int, list[tuple[float, float]]] = {}
     prefill: dict[int, list[tuple[float, float]]] = {}
     for row in rows:
         case = row["case"]
         if (case.get("model"), row["impl"], case.get("drafts", 0)) != (model, way, drafts):
             continue
+        by_room = latent and "room" in case
         point = case.get("room" if by_room else "context", 0), row.get("median_us", 0) / 1e6
         if row["op"] == "decode step":
             decode.setdefault(case["B"], []).append(point)
         elif row["op"] == "chunk":
             prefill.setdefault(case.get("live", case["rows"]), []).append(point)
+            prefill_by_room |= by_room
     if not decode or not prefill:
         raise ValueError(
             f"serve: no steps of {model} by {way} with {drafts} drafts were measured; on two GPUs or more, "
@@ -84,7 +87,8 @@ def step_times(rows: Iterable[Row], model: str, way: str, drafts: int = 0) -> St
     return StepTimes(
         decode={b: sorted(of) for b, of in decode.items()},
         prefill={live: sorted(dict(reversed(of)).items()) for live, of in prefill.items()},
-        by_room=by_room,
+        decode_by_room=latent,
+        prefill_by_room=prefill_by_room,
     )
 
 

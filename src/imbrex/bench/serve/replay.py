@@ -34,12 +34,13 @@ Curve = Sequence[tuple[float, float]]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimes:
     """Seconds of steps. decode: by rows, over the tokens in their caches. prefill: of a chunk of prompts, by
-    rows that have one, over the tokens before each. by_room: both over the room of a slot, all of which
-    attention goes through."""
+    rows that have one, over the tokens before each. Each over the room of a slot instead, where attention
+    goes through all of it."""
 
     decode: Mapping[int, Curve]
     prefill: Mapping[int, Curve]
-    by_room: bool = False
+    decode_by_room: bool = False
+    prefill_by_room: bool = False
 
 
 def at(curve: Curve, tokens: float) -> float:
@@ -72,12 +73,12 @@ def replay(times: StepTimes, load: Load, settings: Settings) -> dict[str, Any]:
 
     def seconds(key: int | str) -> float:
         if isinstance(key, int):
-            tokens = settings.room if times.by_room else float(steps.state.length_Z[:key].sum()) / key
+            tokens = settings.room if times.decode_by_room else float(steps.state.length_Z[:key].sum()) / key
             return at(times.decode[key], tokens)
         # Chunks of fewer and of more prompts, each with as many tokens before all of them together.
         before, live = float(chunk.start_B.sum()), int((chunk.count_B > 0).sum())
         of_rows = [
-            (rows, at(curve, settings.room if times.by_room else before / rows))
+            (rows, at(curve, settings.room if times.prefill_by_room else before / rows))
             for rows, curve in sorted(times.prefill.items())
         ]
         return at(of_rows, live)
