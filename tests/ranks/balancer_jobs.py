@@ -175,14 +175,28 @@ def training_steps(
 ) -> dict:
     if balancer is not None:
         balancer.optimizer = optimizer
+    """Two micro-batches and an evaluation an iteration, with a step of the balancer behind each. The first
+    iteration gives all but the first data group no tokens."""
+    data = cast("imbrex.MoELayer", model.layers[0]).ranks.data_group
+    empty = data is not None and data.rank() > 0
     outputs, switched = [], 0
     for iteration in range(iterations):
-        y_TD = model(tokens(ranks.rank, iteration, width))
-        (y_TD**2).mean().backward()
+        model.train()
+        for part in (0, 1000):
+            if part and balancer is not None:
+                assert not balancer.step(), "the first micro-batch's gradients wait for the optimizer"
+            x_TD = tokens(ranks.rank, part + iteration, width)
+            y_TD = model(x_TD[:0] if empty and not iteration else x_TD)
+            (y_TD**2).sum().div(100).backward()
+            outputs.append(y_TD.detach())
         imbrex.sync_gradients(model)
         optimizer.step()
+        if balancer is not None:
+            switched += len(balancer.step())
         optimizer.zero_grad()
-        outputs.append(y_TD.detach())
+        with torch.no_grad():
+            x_TD = tokens(ranks.rank, iteration, width)
+            outputs.append(model.eval()(x_TD[:0] if empty and not iteration else x_TD))
         if balancer is not None:
             switched += len(balancer.step())
     if balancer is not None:
@@ -243,7 +257,8 @@ def infer_by_peer_copies(ranks: Ranks, config: imbrex.MoEConfig, iterations: int
     balancer = OnlineBalancer(EAGER, timeout=20, mover=make)
     model = Model(ranks, balancer, config, 2)
     model.train(training)
-    balancer.optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    if training:
+        balancer.optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     outputs, switched = [], 0
     for iteration in numbers(iterations, balancer, {"switches": 5}):
         with torch.no_grad():
@@ -386,36 +401,61 @@ def infer_unlucky(
     return found | {"stopped": balancer.stopped_because, "tally": dict(balancer.tally.values)}
 
 
-def complain(ranks: Ranks, case: str) -> str:
-    """What a balancer says about something it cannot do."""
-    config = imbrex.MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2)
+class Complaints:
+    """Things that a balancer cannot do."""
 
-    def layer(balancer, **options):
-        return imbrex.MoELayer(config, ranks.group, balancer=balancer, **options)
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.x = ranks, torch.randn(4, 8)
 
-    def train_with(balancer, optimizer):
-        made = layer(balancer)
+    def layer(self, balancer: OnlineBalancer, **options: Any) -> imbrex.MoELayer:
+        config = imbrex.MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2)
+        return imbrex.MoELayer(config, self.ranks.group, balancer=balancer, **options)
+
+    def train_with(self, optimizer: Any) -> None:
+        balancer = OnlineBalancer()
+        made = self.layer(balancer)
         balancer.optimizer = None if optimizer is None else optimizer(made.parameters())
-        made(torch.randn(4, 8)).sum().backward()
+        made(self.x).sum().backward()
         imbrex.sync_gradients(made)
         if balancer.optimizer is not None:
             balancer.optimizer.step()
         balancer.step()
 
-    def odd_experts():
+    def backward_after_a_switch(self) -> None:
+        balancer = Rotating(EAGER)
+        made = self.layer(balancer)
+        balancer.optimizer = torch.optim.SGD(made.parameters())
+        loss = made(self.x).sum()
+        assert balancer.step()
+        loss.backward()
+
+    def closed(self) -> None:
+        balancer = OnlineBalancer()
+        balancer.close()
+        self.layer(balancer)
+
+    def odd_experts(self) -> None:
         experts = WholeExperts((0, 1), 8)
         experts.register_buffer("shared", torch.zeros(3))
-        layer(OnlineBalancer(), experts=experts)
+        self.layer(OnlineBalancer(), experts=experts)
 
-    cases = {
-        "bytes": lambda: layer(OnlineBalancer(max_bytes_per_iter=100)),
-        "pace": lambda: layer(OnlineBalancer(Pace(decay=0.5 + 0.1 * ranks.rank))),
-        "no optimizer": lambda: train_with(OnlineBalancer(), None),
-        "adafactor": lambda: train_with(OnlineBalancer(), torch.optim.Adafactor),
-        "experts": odd_experts,
+
+def complain(ranks: Ranks, case: str) -> str:
+    """What a balancer says about something it cannot do."""
+    made = Complaints(ranks)
+    cases: dict[str, Any] = {
+        "bytes": lambda: made.layer(OnlineBalancer(max_bytes_per_iter=100)),
+        "pace": lambda: made.layer(OnlineBalancer(Pace(decay=0.5 + 0.1 * ranks.rank))),
+        "no optimizer": lambda: made.train_with(None),
+        "adafactor": lambda: made.train_with(torch.optim.Adafactor),
+        "another optimizer": lambda: made.train_with(lambda _: torch.optim.SGD([nn.Parameter(made.x)])),
+        "experts": made.odd_experts,
+        "backward": made.backward_after_a_switch,
+        "twice": lambda: OnlineBalancer().attach(made.layer(OnlineBalancer())),
+        "closed": made.closed,
     }
     try:
         cases[case]()
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         return str(error)
     return ""

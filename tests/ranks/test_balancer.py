@@ -34,7 +34,7 @@ CONFIG = imbrex.MoEConfig(hidden_size=12, intermediate_size=8, num_experts=16, t
 
 def largest_difference(ours: list[dict], theirs: list[dict]) -> float:
     return max(
-        float((a - b).abs().max())
+        float((a - b).abs().max()) if a.numel() else 0.0
         for one, two in zip(ours, theirs, strict=True)
         for a, b in zip(one["outputs"], two["outputs"], strict=True)
     )
@@ -132,16 +132,16 @@ def test_the_journal_tells_what_happened(pool: Pool, tmp_path) -> None:
 def test_training_is_the_same_while_experts_and_optimizer_state_move(
     pool: Pool, world: int, adam: bool
 ) -> None:
-    moving = pool.run(world, train, CONFIG, 8, EAGER, adam)
-    still = pool.run(world, train, CONFIG, 8, None, adam)
+    moving = pool.run(world, train, CONFIG, 5, EAGER, adam)
+    still = pool.run(world, train, CONFIG, 5, None, adam)
     assert moving[0]["switched"] >= 6
     assert largest_difference(moving, still) <= 1e-5
 
 
 def test_groups_with_other_tokens_move_together(pool: Pool) -> None:
     # All ranks of the pool: torch numbers groups by how many a rank has made.
-    moving = pool.run(8, train_in_two_groups, CONFIG, 7, EAGER)
-    still = pool.run(8, train_in_two_groups, CONFIG, 7, None)
+    moving = pool.run(8, train_in_two_groups, CONFIG, 4, EAGER)
+    still = pool.run(8, train_in_two_groups, CONFIG, 4, None)
     assert moving[0]["switched"] >= 4
     assert all(found["placements"] == moving[0]["placements"] for found in moving)
     assert largest_difference(moving, still) <= 1e-5
@@ -216,6 +216,10 @@ def test_a_rank_that_dies_moving_is_noticed_by_all() -> None:
         ("pace", "ranks disagree about the pace: rank 1"),
         ("no optimizer", "its optimizer's state must follow"),
         ("adafactor", "it cannot follow an expert"),
+        ("another optimizer", "SGD does not have gate_up_proj of the experts"),
+        ("backward", "modified by an inplace operation"),
+        ("twice", "layer 0 is balanced already"),
+        ("closed", "it is closed; make a new one"),
         ("experts", "not one contiguous row for each of the 2 slots"),
     ],
 )

@@ -72,6 +72,11 @@ def test_a_journal_waits_for_counts_and_keeps_the_order(tmp_path) -> None:
     assert lines[1]["balancedness"] == [1.0]
 
 
+def test_a_journal_that_cannot_be_written_says_so_before_anything_runs(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        Journal(tmp_path / "nowhere" / "journal.jsonl")
+
+
 def test_parts_of_an_iteration() -> None:
     """At least four choices an expert: 40 of 2 ranks and 4 experts are two parts, 31 are one."""
     rich, poor = np.full((2, 4), 5), np.array([[3, 3, 3, 3], [4, 4, 5, 5]])

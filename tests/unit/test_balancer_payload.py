@@ -48,6 +48,16 @@ def test_quantised_weights_bring_their_scales() -> None:
             assert torch.equal(tensor.float(), expected[name].float()), name
 
 
+def test_state_of_one_number_follows_its_expert() -> None:
+    """A rank with one slot, whose experts have one number each; step counts stay."""
+    experts = nn.Module()
+    experts.scale = nn.Parameter(torch.ones(1))
+    made = torch.optim.AdamW([experts.scale])
+    experts.scale.grad = torch.ones(1)
+    made.step()
+    assert sorted(optimizer_tensors(experts, made)) == ["scale.exp_avg", "scale.exp_avg_sq"]
+
+
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adagrad", "RMSprop"])
 def test_optimizer_state_follows(optimizer: str) -> None:
     experts = Quantised((0, 1, 2))

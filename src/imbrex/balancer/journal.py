@@ -38,6 +38,7 @@ class Journal:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self.path.open("a", encoding="utf-8").close()  # what cannot be written says so before anything runs
         self._open: deque[Entry] = deque()
 
     def add(self, seats: Sequence[Seat], tally: Tally, switched: Sequence[int]) -> None:

@@ -36,7 +36,7 @@ class OnlineBalancer:
     """Renews the placements of the layers attached to it, a few layers an iteration.
 
     pace: how often and how much; also sets the layers' replica split. optimizer: whose state follows the
-        experts in training; without it, training layers are refused.
+        experts; without it, training layers are refused.
     patience: steps after which a migration still under way is not used. most_failures: migrations in a row
         that may fail until the balancer stops, with a warning. max_bytes_per_iter: bytes of weights that all
         ranks together may fetch in an iteration. timeout: seconds, as in `Exchange`.
@@ -46,10 +46,10 @@ class OnlineBalancer:
         rank.
 
     Call `step()` on every rank after every iteration: after the forward, or after `optimizer.step()`. In
-    inference weights move in the background, and placements change inside a later `step`; in training, where
-    every step changes the weights, they move inside `step`. Outputs do not change. Call `settle()` before
-    weights are replaced by other means, and before a CUDA graph is captured. The layers of one balancer share
-    one group of ranks, and one data group.
+    inference weights move in the background, and placements change inside a later `step`; with an optimizer,
+    which changes the weights, they move inside `step`, but not while gradients wait for it. Outputs do not
+    change. Call `settle()` before weights are replaced by other means, and before a CUDA graph is captured.
+    The layers of one balancer share one group of ranks, and one data group.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class OnlineBalancer:
         self._groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = None, None
         self._round: Round | None = None
         self._rounds = self._turns = self._failures = 0
+        self._closed = False
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="imbrex-balancer")
 
     def attach(self, layer: Layer) -> None:
@@ -90,6 +91,8 @@ class OnlineBalancer:
         Raises ValueError where its experts cannot move, or other layers here have another group.
         """
         ranks = layer.ranks
+        if self._closed:
+            raise ValueError("balancer: it is closed; make a new one")
         if ranks.size == 1:
             raise ValueError("balancer: the layer lives on one rank; there is nothing to balance")
         if self.mover is None:
@@ -122,6 +125,7 @@ class OnlineBalancer:
         page = None if self._book is None else self._book.turn()
         for seat in self.seats:
             seat.end_iteration(page)
+        waits = training and any(seat.awaits_optimizer() for seat in self.seats)
         switched = self._conclude(void=training) if self._round and self._round.cast else []
         while training and self._round:
             self._vote(wait=True)
@@ -130,7 +134,7 @@ class OnlineBalancer:
             self._vote(wait=False)
         elif not self.stopped_because:
             # Votes begin a step later: nobody has anything to say yet, and telling it costs the host.
-            self._open(training)
+            self._open(training, waits)
         if training and self._round:
             self._vote(wait=True)
             switched += self._conclude()
@@ -150,6 +154,7 @@ class OnlineBalancer:
 
     def close(self) -> None:
         """Stop balancing; placements stay as they are. Not collective: what is under way is abandoned."""
+        self._closed = True
         self._worker.shutdown(wait=False, cancel_futures=True)
         if self._journal is not None:
             self._journal.write(wait=True)
@@ -198,25 +203,28 @@ class OnlineBalancer:
             self.mover = Mover(peers, device)
         self._agree("the pace", zlib.crc32(repr((self.pace, self.patience, self.most_failures)).encode()))
 
-    def _agree(self, what: str, number: int) -> None:
-        self._ballots.cast(number)
-        votes = [row[0] for row in self._ballots.read()]
+    def _agree(self, what: str, number: int, word: int = 0) -> list[int]:
+        """Raise ValueError where ranks have different numbers. Returns every rank's word."""
+        self._ballots.cast(number, word)
+        votes, words = zip(*self._ballots.read(), strict=True)
         different = [rank for rank, other in enumerate(votes) if other != votes[0]]
         if different:
             raise ValueError(
                 f"balancer: ranks disagree about {what}: rank {different[0]} has something else than rank 0; "
                 "give every rank the same"
             )
+        return list(words)
 
     def _training(self) -> bool:
-        """Whether weights change between steps. Raises ValueError where the optimizer cannot follow."""
+        """Whether weights may change between steps, and an optimizer's state with them: with an optimizer
+        also in an evaluation. Raises ValueError where the optimizer cannot follow."""
         training = any(seat.layer.training and seat.parameters for seat in self.seats)
         if training and self.optimizer is None and not self.stopped_because:
             raise ValueError(
                 "balancer: a layer is in training and its optimizer's state must follow the experts; pass "
                 "OnlineBalancer(optimizer=...), or call model.eval()"
             )
-        return training
+        return training or (self.optimizer is not None and any(seat.parameters for seat in self.seats))
 
     def _most_moves(self, nbytes: int) -> int:
         """Experts that may be fetched in one update of a layer."""
@@ -225,13 +233,15 @@ class OnlineBalancer:
         share = self.max_bytes_per_iter // self.pace.layer_updates_per_iter
         return min(self.pace.max_moves, share // max(nbytes, 1))
 
-    def _open(self, training: bool) -> None:
-        """Begin to plan and move what is due; what the plan is made from is fixed here, on every rank."""
+    def _open(self, training: bool, waits: bool) -> None:
+        """Begin to plan and move what is due; what the plan is made from is fixed here, on every rank. waits:
+        whether gradients wait for the optimizer on this rank; then nothing moves on any."""
         assert self.mover is not None
         # By turns, not iterations: migrations of two steps each would meet every other layer only.
         due = layers_due(self._turns, len(self.seats), self.pace.layer_updates_per_iter)
         self._turns += 1
-        due = [at for at in due if self.seats[at].recent]
+        # What other data groups have heard is not known here: their ranks open, too.
+        due = [at for at in due if self.seats[at].recent or self._others is not None]
         if not due:
             return
         payloads = {at: self.seats[at].weights() for at in due}
@@ -239,9 +249,10 @@ class OnlineBalancer:
             assert self.optimizer is not None
             for at in due:
                 payloads[at] |= optimizer_tensors(self.seats[at].layer.experts, self.optimizer)
-            self._agree(
-                "the optimizer's state", zlib.crc32(repr([signature(p) for p in payloads.values()]).encode())
-            )
+            state = zlib.crc32(repr([signature(p) for p in payloads.values()]).encode())
+            if any(self._agree("the optimizer's state", state, waits)):
+                self._turns -= 1
+                return
         paces = {at: self._pace_of(tensors) for at, tensors in payloads.items()}
         self.mover.prepare(sum(most_staged(payloads[at], paces[at].max_moves) for at in due))
         wishes = [
@@ -314,7 +325,7 @@ class OnlineBalancer:
         migrated = ended.future.result()
         for change in migrated.changes:
             seat = self.seats[change.layer]
-            written = seat.switch(change, migrated.arrived)
+            written = seat.switch(change, migrated.arrived, training=self.optimizer is not None)
             fetched = sum(f.target == seat.layer.ranks.expert_rank for f in change.fetches)
             self.tally.add(switches=1, fetched_experts=fetched, bytes_moved=written)
         self.tally.add(seconds_hidden=migrated.seconds)

@@ -34,14 +34,22 @@ def optimizer_tensors(experts: nn.Module, optimizer: Optimizer) -> dict[str, Ten
     """The optimizer's state of the experts, by name, each [e, ...] like its parameter.
 
     Single numbers (a step count) are the same for all experts and stay.
-    Raises ValueError where a state is neither: it mixes experts, and could not follow one of them.
+    Raises ValueError where a state is neither: it mixes experts, and could not follow one of them; and where
+    another optimizer has a parameter.
     """
     tensors = {}
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in experts.named_parameters():
+        if parameter.requires_grad and id(parameter) not in known:
+            raise ValueError(
+                f"balancer: {type(optimizer).__name__} does not have {name} of the experts, whose state must "
+                "follow them; give the optimizer that steps it, or freeze it"
+            )
         for key, value in optimizer.state.get(parameter, {}).items():
-            if not isinstance(value, Tensor) or value.dim() == 0 or value.numel() == 1:
+            alike = isinstance(value, Tensor) and value.shape == parameter.shape
+            if not alike and (not isinstance(value, Tensor) or value.numel() == 1):
                 continue
-            if value.shape != parameter.shape or not value.is_contiguous():
+            if not alike or not value.is_contiguous():
                 raise ValueError(
                     f"balancer: {type(optimizer).__name__} keeps {key} of {name} as {list(value.shape)}, not "
                     f"like the parameter {list(parameter.shape)}; it cannot follow an expert. Use an "

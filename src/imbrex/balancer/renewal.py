@@ -74,8 +74,10 @@ def _check_successor(old: Placement, new: Placement, max_moves: int) -> None:
 def _of_all_data_ranks(recent: Sequence[Ints], others: Channel | None) -> Sequence[Ints]:
     """Iterations with the sources of all data ranks, which take their steps together: they pair from the last
     one back."""
-    if others is None or not recent:
+    if others is None:
         return recent
     common = int(others.meet("counts", words(len(recent))).min())
+    if not common:
+        return []
     counts = others.meet("counts", torch.from_numpy(np.stack(recent[len(recent) - common :])))
     return list(counts.transpose(0, 1).flatten(1, 2).numpy())
