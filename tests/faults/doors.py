@@ -280,7 +280,7 @@ DOORS = [
         "measured-in-a-checkpoint",
         "overlap/auto.py",
         "a first call under activation checkpointing saves what it measures, and its second run does not",
-        "torch.no_grad(), unheard:\n",
+        "torch.no_grad(), saving_here():\n",
         "torch.no_grad():\n",
         ("ranks/test_tuning.py::test_measurements_are_no_part_of_a_checkpointed_call",),
     ),

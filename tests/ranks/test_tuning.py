@@ -12,9 +12,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import imbrex
+from imbrex import Routing
 from imbrex.cli import main
 from imbrex.overlap import Auto, auto, profiler, tuner
 from imbrex.overlap.tuner import broadcast_text
+from imbrex.runtime.gradients import saves_elsewhere
 from tests.ranks.forked import run_ranks
 from tests.ranks.layer_jobs import Case, make_layer, tokens_of
 from tests.ranks.pool import Pool, Ranks
@@ -62,6 +64,15 @@ def run_first_checkpointed(ranks: Ranks, schedule: str) -> list[bool]:
 def test_measurements_are_no_part_of_a_checkpointed_call(pool: Pool, ranks: int) -> None:
     """Else the second run of the call, in its backward, saves fewer tensors than the first."""
     assert pool.run(ranks, run_first_checkpointed, "tutel") == [[True, True]] * ranks
+
+
+def test_what_is_timed_saves_as_a_plain_call() -> None:
+    """Fused kernels bring dy otherwise where somebody else keeps what is saved."""
+    x_TD, routing = torch.zeros(2, 4), Routing(ids_TK=torch.zeros(2, 1).long(), weights_TK=torch.ones(2, 1))
+    with torch.autograd.graph.save_on_cpu():
+        assert saves_elsewhere()
+        with auto.copies_for_timing(x_TD, routing):
+            assert not saves_elsewhere()
 
 
 def the_file(folder: Path) -> Path:

@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from imbrex.contracts import Experts, Output, Roles, Routing, RowExchange, Strategy
 from imbrex.overlap.decision import FUSED, SERIAL, Decision, Gains, roles_as_json, roles_of_json
@@ -26,6 +24,7 @@ from imbrex.overlap.pipelined import find, parameters_of
 from imbrex.overlap.profiler import compare, measure
 from imbrex.overlap.serial import Serial
 from imbrex.overlap.tuner import Tuner, fastest, layer_of, tuner_of
+from imbrex.runtime.gradients import saving_here
 from imbrex.runtime.words import words
 from imbrex.schedule.choice import choose
 from imbrex.schedule.profile import Profile
@@ -194,16 +193,11 @@ def is_worthwhile(gains: Gains) -> bool:
     return gains.device >= MIN_DEVICE_GAIN and gains.host >= MIN_HOST_GAIN
 
 
-def _same(saved: Any) -> Any:
-    return saved
-
-
 @contextmanager
 def copies_for_timing(x_TD: Tensor, routing: Routing) -> Iterator[tuple[Tensor, Routing]]:
     """Copies of the inputs with which a layer is timed. They are made outside of inference mode, whose
     tensors have no backward; inside the context gradients are off. The caller's hooks for saved tensors hear
     of nothing: activation checkpointing counts what its call saves, and computes the call again untimed."""
-    unheard = saved_tensors_hooks(_same, _same)
-    with torch.inference_mode(False), torch.no_grad(), unheard:
+    with torch.inference_mode(False), torch.no_grad(), saving_here():
         x_TD, weights_TK, ids_TK = (t.clone() for t in (x_TD, routing.weights_TK, routing.ids_TK))
         yield x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK)

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 __all__ = ["scale_gradient"]
 """The name for adapters."""
@@ -144,10 +144,20 @@ def gradients_to(leaves: Sequence[Place], out: Place, d_out: Tensor) -> list[Ten
     return [next(gradients) if learning else None for learning in learns]
 
 
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def saving_here() -> saved_tensors_hooks:
+    """A context in which a graph keeps what is saved for its backward, and a caller's hooks hear of none."""
+    return saved_tensors_hooks(_same, _same)
+
+
 def saves_elsewhere() -> bool:
     """Whether a caller's hooks keep what is saved for a backward. Activation checkpointing has such hooks,
     which run the forward again in the middle of its backward; torch has no open door to them."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # pyright: ignore[reportAttributeAccessIssue]
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+    return hooks is not None and hooks[0] is not _same
 
 
 def looks_for_nan() -> bool:
