@@ -86,7 +86,8 @@ class MoEConfig:
     """The sizes and the gate of a layer: what it computes, not how.
 
     hidden_size: D. intermediate_size: F, of one expert. num_experts: E. top_k: K.
-    activation: `swiglu` or `gelu`. bias: whether experts have biases.
+    gate: how a token chooses experts. activation: `swiglu` or `gelu`. bias: whether experts have biases.
+    shared: experts that every token visits, or `None`.
     """
 
     hidden_size: int
@@ -121,6 +122,7 @@ class MoELayer(nn.Module):
         `even`, `balanced`, `nearest` or a function. balancer: renews the placement while the model runs.
     observer, layer: the observer that hears what happens, and the layer's number in its records.
     timeout: as in `Exchange`.
+    device, dtype: of the parameters (torch's defaults); `auto` expects tokens of this dtype.
 
     Losses and expert capacity count the tokens of all ranks. The backward differentiates the sum of all
     ranks' losses; `imbrex.sync_gradients(model)` turns that into the mean that data parallelism uses.
@@ -128,6 +130,7 @@ class MoELayer(nn.Module):
     """
 
     is_copy = False
+    """Whether `copy.deepcopy` made this layer: it is of no use once the original's experts have moved."""
     shares_exchange = False
     """Whether another layer, a copy of this one or its original, uses the same exchange."""
     mean_over = 1
@@ -207,29 +210,31 @@ class MoELayer(nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         compiling = torch.compiler.is_compiling()
         gate, experts = member(self, "gate"), member(self, "experts")
+        # One rank's wrong input is every rank's error, before any of them waits for rows.
         if not compiling:
             self._check(x, kept_TK, together=gate.is_collective)
-        flat = x.dim() == 2
-        x_TD = x if flat else x.reshape(-1, x.shape[-1])
+        is_flat = x.dim() == 2
+        x_TD = x if is_flat else x.reshape(-1, x.shape[-1])
         num_sequences = max(x.shape[0], 1) if x.dim() == 3 else 1
         after = self._check_in_traced(x_TD) if compiling else None
-        route = self._observed if self.exchange.dispatcher.observer.enabled else gate
+        route = self._route_observed if self.exchange.dispatcher.observer.enabled else gate
         routing = route(x_TD, num_sequences=num_sequences, kept_TK=kept_TK, after=after)
-        shared = None if self.shared_expert is None else lambda: self._shared(x_TD)
+        # When the shared experts run is the strategy's choice.
+        shared = None if self.shared_expert is None else lambda: self._shared_output(x_TD)
         if self.mean_over > 1 and torch.is_grad_enabled():
             output = self._run_for_mean(x_TD, routing, shared)
         else:
             output = self.strategy.run(x_TD, routing, self.exchange, experts, shared)
-        # nn.Module.__setattr__ would look for parameters and buffers first, in ten calls.
         if output.kept_TK is not None:
             routing = routing.keep(output.kept_TK)
+        # nn.Module.__setattr__ would look for parameters and buffers first, in ten calls.
         object.__setattr__(self, "routing", routing)
         y_TD = output.y_TD
         if y_TD.dtype is not x_TD.dtype:  # of somebody's own experts
             y_TD = y_TD.to(x_TD.dtype)
-        return y_TD if flat else y_TD.view_as(x)
+        return y_TD if is_flat else y_TD.view_as(x)
 
-    def _observed(self, x_TD: Tensor, **how: Any) -> Routing:
+    def _route_observed(self, x_TD: Tensor, **how: Any) -> Routing:
         """The gate's routing, with a span, and counters of what it says."""
         observer, number = self.exchange.observer, self.exchange.layer
         with observer.span("route", layer=number):
@@ -267,14 +272,14 @@ class MoELayer(nn.Module):
         transport, dispatcher = exchange.transport, exchange.dispatcher
         about = f"{type(experts).__name__}: given by the caller"
         if isinstance(experts, Experts):
-            about = f"{experts.implementation}: {experts.implementation_reason}{self._about_rows()}"
+            about = f"{experts.implementation}: {experts.implementation_reason}{self._about_experts()}"
         return {
             "transport": f"{transport.name}: {exchange.transport_reason}{dispatcher.about_rows}",
             "schedule": f"{self.strategy.name}: {self.strategy.reason(exchange, experts)}",
             "experts": about + dispatcher.about_whole(experts, self.strategy.name),
         }
 
-    def _about_rows(self) -> str:
+    def _about_experts(self) -> str:
         """A clause of `reasons` about experts: in fp8, whether rows arrive in fp8; in bf16 by kernels over
         NVLink, how many launches compute a small batch."""
         if self.experts.implementation == "kernels" and self.exchange.transport.name == "nvlink":
@@ -300,7 +305,7 @@ class MoELayer(nn.Module):
                     linear.reset_parameters()
         if isinstance(self.experts, Experts):
             self.experts.reset_parameters(self.ranks.agree_on_seed())
-        self._share()
+        self._share_parameters()
 
     def __deepcopy__(self, memo: dict[int, object]) -> MoELayer:
         """Copy the layer, as for an average of weights: its own parameters, the same ranks and exchange, no
@@ -363,16 +368,16 @@ class MoELayer(nn.Module):
             self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False, **kind)
 
     def _begin(self, balancer: OnlineBalancer | None) -> None:
-        self._share()
+        self._share_parameters()
         guards.watch(self)
         if balancer is not None:
             balancer.attach(self)
 
-    def _share(self) -> None:
+    def _share_parameters(self) -> None:
         experts = {id(parameter) for parameter in self.experts.parameters()}
         self.ranks.share([p for p in self.parameters() if id(p) not in experts])
 
-    def _shared(self, x_TD: Tensor) -> Tensor:
+    def _shared_output(self, x_TD: Tensor) -> Tensor:
         assert self.shared_expert is not None
         if x_TD.requires_grad:
             # The gradients of its projections are summed first, so that dx does not depend on when this ran.

@@ -30,7 +30,8 @@ def expert_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def ignore_in_ddp(model: nn.Module) -> None:
-    """Tell DistributedDataParallel, before it wraps `model`, to leave the experts' gradients alone."""
+    """Tell DistributedDataParallel, before it wraps `model`, to leave the experts' gradients alone. They are
+    for `sync_gradients(model, dense=False)`, after each backward."""
     experts = {id(parameter) for parameter in expert_parameters(model)}
     names = [name for name, parameter in model.named_parameters() if id(parameter) in experts]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)

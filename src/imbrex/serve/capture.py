@@ -57,9 +57,9 @@ def why_not_captured(model: nn.Module) -> str | None:
 def capture(model: nn.Module, *, batch: int, length: int, graphs: bool = True) -> Decoding:
     """Record a step of decoding of a Hugging Face model; collective where its experts are spread over ranks.
 
-    batch: sequences at once, of equal prompts' length. length: tokens of a sequence, prompt and answer, that
-    the cache has room for. graphs: on a GPU, replay a CUDA graph; else every step runs as it is written, for
-    the same tokens.
+    batch: sequences at once, whose prompts are equally long. length: tokens of a sequence, prompt and answer,
+    that the cache has room for. graphs: on a GPU, replay a CUDA graph; else every step runs as it is written,
+    for the same tokens.
 
     Raises ValueError where the model cannot be captured, and says why.
     """
