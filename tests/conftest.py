@@ -46,6 +46,7 @@ LONGEST = [
     "ranks/test_megatron_models",
     "unit/test_exchange_routing",
     "ranks/test_events_nvlink",
+    "ranks/test_autograd",
     "ranks/test_serve",
     "unit/test_events_kernels",
     "unit/test_gate_emulated",
