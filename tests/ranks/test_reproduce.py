@@ -41,6 +41,7 @@ def test_layers_without_a_network_of_their_own(tmp_path: Path) -> None:
     work = layers.Work(layers=2, tokens=32, width=64, inner=32, experts=2, sequence=16)
     told, ran_on = on_ranks(tmp_path, "layers", layers.settings(ways, work, rounds=2), PAIR)
     timed = layers.read(told)
+    assert "measuring layers: 2 ranks, 300 s at most" in (tmp_path / "stderr").read_text()
     assert str(ran_on) == "loopback (no namespaces)"
     assert list(timed) == ["serial", "int8"]
     serial = timed["serial"]

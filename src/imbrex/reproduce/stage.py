@@ -84,6 +84,8 @@ def on_ranks(
     this machine can hold.
     """
     check_memory(network.size)
+    # To standard error: the finding alone is what a command prints.
+    sys.stderr.write(f"measuring {job}: {network.size} ranks, {timeout_s:g} s at most\n")
     with tempfile.TemporaryDirectory(prefix="imbrex-") as folder:
         request, answer = Path(folder, "request.json"), Path(folder, "answer.json")
         request.write_text(json.dumps(settings))
