@@ -5,11 +5,11 @@ Layers over NVLink, one after the other in a CUDA graph that both ranks replay t
 none finds its weights in L2: microseconds a layer, the slowest rank of every replay, and rank 0's kernels of
 one, with when they begin and end. Both GPUs begin a replay together, behind a pause in which the hosts queue
 it: a model's step is one graph, so a host's launch and its lead over the other's are no part of a layer.
-`imbrex-one-launch` and `imbrex-two-launches` have both products of the experts in one kernel, or in two,
-whatever is chosen (`Experts.one_launch`), and `imbrex-one-kernel` the dispatch as well
-(`Nvlink(one_kernel=True)`). The rival is the same layers over AllGather and ReduceScatter of
-NCCL, captured as well: tokens and choices go to everybody, every rank computes its own experts on them by
-torch's grouped products, and sums are scattered.
+`imbrex` is the default. `imbrex-one-launch` and `imbrex-two-launches` have both products of the experts in
+one kernel, or in two, behind a dispatch of its own, and `imbrex-one-kernel` the dispatch in the one, too,
+whatever is chosen (`Experts.one_launch`, `Nvlink.one_kernel`). The rival is the same layers over AllGather
+and ReduceScatter of NCCL, captured as well: tokens and choices go to everybody, every rank computes its own
+experts on them by torch's grouped products, and sums are scattered.
 """
 
 from __future__ import annotations
@@ -39,8 +39,13 @@ CALLS = 8
 """Of a graph: what the replay itself costs is spread over them."""
 PAUSE = 700_000
 """Cycles, 0.4 ms, in which a host queues a replay."""
-LAUNCHES = {"imbrex-one-launch": True, "imbrex-two-launches": False}
-ONE_KERNEL = "imbrex-one-kernel"
+WAYS = {
+    "imbrex": (None, None),
+    "imbrex-one-kernel": (True, None),
+    "imbrex-one-launch": (False, True),
+    "imbrex-two-launches": (False, False),
+}
+"""`Nvlink.one_kernel` and `Experts.one_launch` of imbrex's ways."""
 
 
 def capture(layers: Sequence[Callable[[Tensor], Any]], x_TD: Tensor) -> torch.cuda.CUDAGraph:
@@ -126,7 +131,7 @@ def measure(
         torch.manual_seed(0)
         config = MoEConfig(**asdict(sizes))
         layers = [make_layer(config, number) for number in range(2)]
-        ways: dict[str, Sequence[Any]] = dict.fromkeys(("imbrex", ONE_KERNEL, *LAUNCHES), layers)
+        ways: dict[str, Sequence[Any]] = dict.fromkeys(WAYS, layers)
         if rivals:
             ways["nccl-agrs"] = [make_rival(layer, dist.group.WORLD) for layer in layers]
         for count in tokens:
@@ -138,10 +143,10 @@ def measure(
             for way, modules in ways.items():
                 row = {"op": "decode", "impl": way, "case": {"model": name, "T": count, "W": world}}
                 row |= weights | {"n": repeats}
-                for layer in layers:
-                    layer.experts.one_launch = LAUNCHES.get(way)
-                    layer.exchange.transport.one_kernel = way == ONE_KERNEL
-                rows.append(row | time_way(modules, x_TD, repeats, timeline=way.startswith("imbrex")))
+                for layer in layers if way in WAYS else ():
+                    transport: Any = layer.exchange.transport
+                    transport.one_kernel, layer.experts.one_launch = WAYS[way]
+                rows.append(row | time_way(modules, x_TD, repeats, timeline=way in WAYS))
                 if rank == 0:
                     print(rows[-1], flush=True)
         for layer in layers:

@@ -151,6 +151,22 @@ PROTOCOL = [
         ("unit/test_few_in_one.py::test_a_rank_that_never_comes_leaves_no_rows",),
     ),
     Fault(
+        "one-kernel-by-the-tokens-of-this-rank",
+        "exchange/recorded.py",
+        "a rank of few tokens takes the one kernel where another has many, where it is slower",
+        "why_apart(dispatcher, part.max_tokens, *what)",
+        "why_apart(dispatcher, x_TD.shape[0], *what)",
+        ("ranks/test_recorded.py::test_one_and_two_tokens_take_one_kernel_by_default",),
+    ),
+    Fault(
+        "captured-calls-of-many-tokens-by-the-recorder",
+        "exchange/recorded.py",
+        "captured calls of many tokens turn to their steps behind a meeting, and not before",
+        "        if in_graph and why_apart(dispatcher, x_TD.shape[0], *what) is not None:\n",
+        "        if in_graph and not x_TD.shape[0]:\n",
+        ("ranks/test_recorded.py::test_one_and_two_tokens_take_one_kernel_by_default",),
+    ),
+    Fault(
         "sums-look-up-rows-before-routing-is-written",
         "kernels/exchange/told.cuh",
         "sums behind one launch of a dispatch and its experts ask where tokens go before it is written",

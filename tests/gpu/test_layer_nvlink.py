@@ -234,9 +234,9 @@ def test_a_captured_layer_follows_its_tokens(nccl: Pool, tokens: tuple[int, ...]
         assert same == [True] * 8
 
 
-def run_one_kernel(ranks: Ranks, case: Case, replays: int) -> tuple[list[bool], int]:
-    """Dispatch and experts in one kernel, called and captured: whether y has the bits of two, and how many
-    calls took it."""
+def run_one_kernel(ranks: Ranks, case: Case, replays: int) -> tuple[list[bool], int, int]:
+    """Dispatch and experts in one kernel, called and captured: whether y has the bits of two; how many calls
+    took it by default, of one, and of all."""
     layer, taken = make_layer(case, ranks.group, ranks.device), []
     transport: Any = layer.exchange.transport
     x_TD = tokens_of(case, ranks.rank).to(ranks.device)
@@ -244,7 +244,7 @@ def run_one_kernel(ranks: Ranks, case: Case, replays: int) -> tuple[list[bool], 
         run = recorded.run_few
         patch.setattr(recorded, "run_few", lambda *call, **how: taken.append(1) or run(*call, **how))
         layer(x_TD)
-        transport.one_kernel = True
+        default, transport.one_kernel = len(taken), True
         layer(x_TD)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -261,16 +261,17 @@ def run_one_kernel(ranks: Ranks, case: Case, replays: int) -> tuple[list[bool], 
                 same.append(torch.equal(layer(x_TD), y_TD))
             torch.cuda.synchronize()
         layer.check(synchronize=True)
-        transport.one_kernel = False
-    return same, len(taken)
+        transport.one_kernel = None
+    return same, default, len(taken)
 
 
 @pytest.mark.parametrize("tokens", [(1, 1, 1, 1), (64, 7, 33, 128)])
 def test_a_dispatch_and_its_experts_in_one_kernel(nccl: Pool, tokens: tuple[int, ...]) -> None:
     case = replace(NVLINK, tokens=tokens, options={"transport": "nvlink", "experts": "kernels"})
-    for same, taken in nccl.run(worlds()[-1], run_one_kernel, case, 8):
+    for same, default, taken in nccl.run(worlds()[-1], run_one_kernel, case, 8):
         assert same == [True] * 16
-        assert taken >= 2, "a call and a capture"
+        assert default == (max(tokens) <= 2)
+        assert taken >= default + 2, "a call and a capture"
 
 
 def run_silent(ranks: Ranks, case: Case) -> None:

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ class Layer:
     launches were from the record."""
 
     def __init__(
-        self, ranks: Ranks, patch: pytest.MonkeyPatch, tensor: int = 1, *, one_kernel: bool = False
+        self, ranks: Ranks, patch: pytest.MonkeyPatch, tensor: int = 1, *, one_kernel: bool | None = None
     ) -> None:
         self.patch, self.again, self.rank = patch, 0, ranks.rank
         self.addend: Callable[[], Tensor] | None = None
@@ -109,7 +110,7 @@ def load_any(variant: Variant, device: Any = None) -> Any:
 
 
 @contextmanager
-def a_layer(ranks: Ranks, few: int, tensor: int = 1, *, one_kernel: bool = False) -> Iterator[Layer]:
+def a_layer(ranks: Ranks, few: int, tensor: int = 1, *, one_kernel: bool | None = None) -> Iterator[Layer]:
     with pytest.MonkeyPatch.context() as patch:
         emulate(patch, blocks=2)
         patch.setattr(both, "_kernel", one_launch)
@@ -182,6 +183,72 @@ def test_a_dispatch_and_its_experts_in_one_kernel_are_recorded(pool: Pool, with_
         assert same == [True] * 4
         assert launches == [0, 2, 4, 6]
         assert found == [(10, 2)] * (rank in with_one)
+
+
+def run_by_default(ranks: Ranks, sizes: list[tuple[int, int]]) -> list[tuple[list[bool], int, int, int]]:
+    """Where ranks have so many tokens each, of two calls, one that keeps rows for a backward, and two while a
+    graph is captured: whether y has the bits of the steps; how many took one kernel; of the last two how
+    often hosts met, and how many turned to the steps behind their meeting."""
+    found, together, turned = [], [], []
+    with a_layer(ranks, 256) as layer:
+        run, by_steps = run_few, recorded.Recorder._by_steps
+        board = getattr(layer.exchange.transport, "_board")  # noqa: B009
+        layer.patch.setattr(recorded, "run_few", lambda *call: together.append(1) or run(*call))
+        layer.patch.setattr(recorded.Recorder, "_by_steps", lambda *call: turned.append(1) or by_steps(*call))
+        for call, tokens in enumerate(sizes):
+            inputs, before = inputs_of(ranks.rank, call, tokens[ranks.rank]), len(together)
+            ys = [layer(*inputs, steps=False, keep=keep) for keep in (False, False, True)]
+            meetings = board.calls
+            turned.clear()
+            with pytest.MonkeyPatch.context() as graph:
+                graph.setattr(EmulatedNvlink, "capturing", True)
+                ys += [layer(*inputs, steps=False, keep=keep) for keep in (False, True)]
+            meetings = board.calls - meetings
+            same = [torch.equal(y_TD, layer(*inputs, steps=True)) for y_TD in ys]
+            found.append((same, len(together) - before, meetings, len(turned)))
+    return found
+
+
+def test_one_and_two_tokens_take_one_kernel_by_default(pool: Pool) -> None:
+    """A call and a captured one; the second is from a record. What counts is the rank with most tokens: where
+    this rank has more than two, a captured call makes its steps at once, else when it has heard of others."""
+    sizes = [(1, 1), (1, 2), (3, 3), (2, 3), (4, 1)]
+    for rank, found in enumerate(pool.run(2, run_by_default, sizes)):
+        for tokens, (same, *numbers) in zip(sizes, found, strict=True):
+            one = max(tokens) <= 2
+            assert all(same)
+            assert numbers == [2 * one, 2, int(tokens[rank] <= 2 and not one)]
+
+
+def say_by_default(ranks: Ranks) -> list[str]:
+    """What is said of one kernel that nobody has asked for, before and behind calls."""
+    with a_layer(ranks, 256) as layer:
+        experts, dispatcher = layer.experts, layer.exchange.dispatcher
+        about, observer = dispatcher.about_whole, dispatcher.observer
+        said = [about(experts, "serial"), about(experts, "fused")]
+        dispatcher.observer = SimpleNamespace(enabled=True)  # type: ignore[assignment]
+        said.append(about(experts, "serial"))
+        dispatcher.observer = observer
+        for call, tokens in enumerate((2, 3)):
+            layer(*inputs_of(ranks.rank, call, tokens), steps=False)
+            said.append(about(experts, "serial"))
+        layer.patch.setattr(recorded, "why_not_few", lambda *call: "there is no room")
+        for call, tokens in enumerate((1, 4)):
+            layer(*inputs_of(ranks.rank, call, tokens), steps=False)
+            said.append(about(experts, "serial"))
+        layer.patch.setattr("imbrex.kernels.fused.few.MOST_READ", 6 * WIDTH * INNER * 2 - 1)
+        layer.exchange.dispatcher.recorder._apart = None  # type: ignore[attr-defined]
+        said.append(about(experts, "serial"))
+        layer.exchange.transport.one_kernel = False  # type: ignore[attr-defined]
+        return [*said, about(experts, "serial")]
+
+
+def test_what_takes_one_kernel_by_default_is_said(pool: Pool) -> None:
+    """A batch of more tokens says nothing new of those that may take it."""
+    one = "; its dispatch in the one, too, up to 2 tokens a rank"
+    room = "; its dispatch apart: of the last size of a batch, there is no room"
+    read = "; its dispatch apart: one kernel is faster up to 0 MiB of weights only"
+    assert pool.run(2, say_by_default) == [[one, "", "", one, one, room, room, read, ""]] * 2
 
 
 def say_one_kernel(ranks: Ranks) -> list[str]:

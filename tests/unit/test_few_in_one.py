@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from imbrex.bench.shapes import MODELS
 from imbrex.bench.stamps import STAMPS, stamped
 from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.kernels.exchange.groups import empty_groups
 from imbrex.kernels.ffn.glue import COUNTERS
-from imbrex.kernels.fused.few import dispatch_and_experts, dispatching_sms, run_few, why_not_few
+from imbrex.kernels.fused.few import dispatch_and_experts, dispatching_sms, run_few, why_not_few, why_slower
 from imbrex.kernels.gemm.gemm import products_status
 from imbrex.kernels.jit import KernelError, Variant
 from imbrex.kernels.structs import struct
@@ -168,6 +169,19 @@ def test_why_not_few_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "shared memory" in (why_not_few(few.exchange, small._replace(shared=1 << 18), 4) or "")
     with pytest.raises(KernelError, match="is to dispatch on 6"):
         together(few, 6)
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens"),
+    [("qwen3-30b-a3b", 2), ("qwen2-moe", 2), ("phi3.5-moe", 1), ("mixtral", 0), ("deepseek-v3", 0)],
+)
+def test_one_kernel_is_the_faster_way_up_to_so_many_tokens(model: str, tokens: int) -> None:
+    """Of two ranks, each with half of the experts; a rank that has one expert reads no more than that."""
+    shape = MODELS[model]
+    sizes = shape.num_experts // 2, shape.hidden_size, shape.intermediate_size
+    faster = [count for count in range(1, 9) if why_slower(count, count * shape.top_k, sizes) is None]
+    assert faster == list(range(1, 1 + tokens))
+    assert why_slower(2, 2 * shape.top_k, (1, *sizes[1:])) is None
 
 
 FAULTS: dict[str, tuple[str, str]] = {

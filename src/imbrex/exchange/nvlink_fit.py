@@ -12,6 +12,7 @@ from torch import Tensor
 from imbrex.contracts import Codec, Geometry, Placement, Wire
 from imbrex.kernels.exchange.groups import RowGroups
 from imbrex.kernels.exchange.layout import Shape
+from imbrex.kernels.ffn.widths import MULTIPLE, fits
 from imbrex.placement import SPLITS, split_evenly
 from imbrex.transport.nvlink import MOST_CHOICES, ROW_MULTIPLE, Size
 
@@ -136,6 +137,20 @@ def kernel_placement(geometry: Geometry) -> KernelPlacement:
     slots = tuple(range(placement.num_slots))
     named = Placement(slots=slots, rank_offsets=placement.rank_offsets, num_experts=len(slots))
     return KernelPlacement(placement=named, by_slot=True, balanced=False)
+
+
+def why_not_whole(wire: Wire, placed: KernelPlacement, sizes: Sequence[int]) -> str | None:
+    """Why no call launches the kernels of a whole layer at once, or `None`: because rows do not cross as they
+    are, to slots that kernels choose, or kernels do not take the weights as they are. sizes: experts, D and
+    F."""
+    slots, width, inner = sizes
+    if is_coded(wire.dispatch) or is_coded(wire.combine):
+        return "rows cross as fp8"
+    if placed.by_slot:
+        return "the host chooses replicas"
+    if not slots:
+        return "there are no experts here"
+    return None if fits(width, inner) else f"D and F are no multiples of {MULTIPLE}"
 
 
 class Spared(NamedTuple):

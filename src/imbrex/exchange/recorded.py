@@ -23,25 +23,26 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from imbrex.contracts import Dispatcher, Handle, Routing, RowForm, Wire
+from imbrex.contracts import Handle, Routing, RowForm
 from imbrex.exchange import autograd
 from imbrex.exchange.autograd import StartedCrossing
-from imbrex.exchange.nvlink_fit import DTYPE, KernelPlacement, Part, is_coded, row_capacity_for
+from imbrex.exchange.kernel_dispatcher import KernelDispatcher
+from imbrex.exchange.nvlink_fit import DTYPE, Part, is_coded, row_capacity_for, why_not_whole
+from imbrex.exchange.one_kernel import about_one_kernel, why_apart
 from imbrex.exchange.recorded_memory import Memory, Scratch, memory_of, parts_of, scratch_of
 from imbrex.experts.experts import surely_fit
 from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.exchange.groups import RowGroups
-from imbrex.kernels.exchange.launches import Choosing, Sums
+from imbrex.kernels.exchange.launches import Sums
 from imbrex.kernels.ffn import both
 from imbrex.kernels.ffn.ffn import Saved, Slots, ffn, ffn_backward, run_gradients, run_products
 from imbrex.kernels.ffn.glue import Groups
-from imbrex.kernels.ffn.widths import fits
 from imbrex.kernels.fused.few import dispatching_sms, run_few, why_not_few
 from imbrex.kernels.gemm.gemm import check_products
 from imbrex.kernels.gemm.portable import is_portable
@@ -52,7 +53,6 @@ from imbrex.kernels.rows.weights import run_spread
 from imbrex.runtime.deferred import recording as recording_gradients
 from imbrex.runtime.members import member
 from imbrex.runtime.tracing import Node, differentiated, once_differentiable, seen, traced
-from imbrex.transport.nvlink import Nvlink, Sms
 
 MOST_BYTES = 512 << 20
 """Bytes of memory up to which a call is recorded. An allocator finds more than that easier in parts, and such
@@ -71,27 +71,6 @@ BLANKS_BACK = {lay.Pull: {(1, "x"): 0}, lay.Reduce: {(1, "out"): 0, (1, "values_
 """Arguments that differ from backward to backward."""
 
 
-class KernelDispatcher(Dispatcher, Protocol):
-    """A dispatcher of kernels, as a recorder needs it."""
-
-    transport: Nvlink
-    wire: Wire
-    placed: KernelPlacement
-    sms: Sms
-    sms_home: Sms
-
-    @property
-    def choosing(self) -> Choosing: ...
-
-    def meet(self, x_TD: Tensor, routing: Routing) -> Part: ...
-
-    def counts_first(self, part: Part, worst: int) -> bool: ...
-
-    def kernels_for(self, part: Part) -> NvlinkExchange: ...
-
-    def kernels_of(self, max_tokens: int) -> NvlinkExchange: ...
-
-
 class Record(NamedTuple):
     """The launches of a forward or of a backward. kinds: the exchange's calls that the first launch makes.
     last: `None` in a backward whose tokens need no gradients."""
@@ -104,13 +83,17 @@ class Record(NamedTuple):
 
 class Pattern(NamedTuple):
     """The calls of a dispatcher that differ in nothing but addresses. size: the part of their records' keys
-    that tells them from others. key: the dispatcher's. choices: K. one_launch: that of the experts."""
+    that tells them from others. key: the dispatcher's. choices: K. one_launch: that of the experts.
+    small: whether one kernel routes and moves. one_kernel: whether it is to compute the experts as well; such
+    calls are captured, too."""
 
     memory: Memory
     size: Any
     key: int
     choices: int
     one_launch: bool | None
+    small: bool
+    one_kernel: bool
 
 
 class _Places(NamedTuple):
@@ -160,7 +143,7 @@ class Recorder:
         self._served: torch.Size | None = None
         """The sizes of experts' weights for which the dispatcher launches the same kernels every time."""
         self._apart: str | None = None
-        """Why the last small batch without gradients that was recorded is not one kernel, or `None`."""
+        """Why the last batch that was to be one kernel, and was recorded, is none, or `None`."""
 
     def forget(self) -> None:
         """Drop all records: experts have moved, choices are counted from now on, or there are too many."""
@@ -170,31 +153,8 @@ class Recorder:
         self._served = None
 
     def about_one_kernel(self, experts: object, schedule: str) -> str:
-        """A clause about the kernel that dispatches a small batch and computes it, where the transport is to
-        take it; `about_whole`'s."""
-        if not self.dispatcher.transport.one_kernel:
-            return ""
-        why = self._why_never_one(experts, schedule)
-        if why is None:
-            why = None if self._apart is None else f"of the last size of a batch, {self._apart}"
-        return f"; its dispatch {'in the one, too' if why is None else 'apart'}: one_kernel is asked for" + (
-            "" if why is None else f", but {why}"
-        )
-
-    def _why_never_one(self, experts: Any, schedule: str) -> str | None:
-        """Why no batch of this schedule is dispatched and computed in one kernel, or `None`."""
-        if schedule != "serial":
-            return f"schedule '{schedule}' takes steps apart"
-        if not surely_fit(experts):
-            return "experts are not imbrex's own, or a hook reads them"
-        if experts.implementation != "kernels":
-            return f"experts are computed by '{experts.implementation}', not by 'kernels'"
-        if experts.one_launch is False:
-            return "two launches are asked for as well (experts.one_launch)"
-        if self.dispatcher.observer.enabled:
-            return "an observer times the steps"
-        coded = is_coded(self.dispatcher.wire.dispatch) or is_coded(self.dispatcher.wire.combine)
-        return "rows cross as fp8" if coded else None
+        """The clause of `about_whole`."""
+        return about_one_kernel(self.dispatcher, experts, schedule, self._apart)
 
     def run(
         self, x_TD: Tensor, routing: Routing, experts: Any, addend: Callable[[], Tensor] | None = None
@@ -206,33 +166,38 @@ class Recorder:
         if weights is None:
             return None
         dispatcher, leaves = self.dispatcher, (x_TD, routing.weights_TK, *weights)
-        keep = differentiated(*leaves)
-        if keep and (experts.gradient_sums is not None or recording_gradients(weights[0])):
+        keep, in_graph = differentiated(*leaves), dispatcher.transport.capturing
+        if keep and (in_graph or experts.gradient_sums is not None or recording_gradients(weights[0])):
             return None
+        what = experts.one_launch, weights[1].shape
+        if in_graph and why_apart(dispatcher, x_TD.shape[0], *what) is not None:
+            return None  # the rank with most has at least as many tokens
         added_TD = None if addend is None else addend()
         if added_TD is not None:
             if not _can_be_added(added_TD, x_TD):
                 return None
             keep = keep or differentiated(added_TD)
         dispatcher.promise = True
-        part, transport = dispatcher.meet(x_TD, routing), dispatcher.transport
+        part = dispatcher.meet(x_TD, routing)
         kernels = dispatcher.kernels_for(part)
-        one_launch, ways = experts.one_launch, (experts.one_launch, transport.one_kernel)
-        size = kernels.serial, *part[1:], keep, weights[1].shape, ways
+        size = kernels.serial, *part[1:], keep, *what, dispatcher.transport.one_kernel
         pattern = self._patterns.get(size)
         if pattern is None:
             memory = self._plan(kernels, part, weights, keep)
             if memory is None or sum(memory.nbytes) > MOST_BYTES:
-                return self._by_steps(part, x_TD, routing, weights, added_TD, one_launch)
-            pattern = Pattern(memory, size, dispatcher.key, routing.ids_TK.shape[1], one_launch)
+                return self._by_steps(part, x_TD, routing, weights, added_TD, what[0])
+            small, choices = part.is_small, routing.ids_TK.shape[1]
+            in_one = small and not keep and why_apart(dispatcher, part.max_tokens, *what) is None
+            pattern = Pattern(memory, size, dispatcher.key, choices, what[0], small, in_one)
             self._patterns[size] = pattern
+        if in_graph and not pattern.one_kernel:
+            return self._by_steps(part, x_TD, routing, weights, added_TD, what[0])
         call = kernels, part, pattern
-        if transport.one_kernel and transport.capturing and (keep or not part.is_small):
-            return self._by_steps(part, x_TD, routing, weights, added_TD, one_launch)
         if keep:
             y_TD: Any = _Whole.apply(*leaves, added_TD, (self, call, routing.ids_TK))
             return y_TD
-        return self.launch(call, (x_TD, routing.ids_TK, routing.weights_TK), weights, added_TD)[0]
+        tokens = x_TD, routing.ids_TK, routing.weights_TK
+        return self.launch(call, tokens, weights, added_TD, again=not in_graph)[0]
 
     def launch(
         self,
@@ -240,18 +205,19 @@ class Recorder:
         tokens: tuple[Tensor, Tensor, Tensor],
         weights: tuple[Tensor, Tensor],
         added_TD: Tensor | None,
+        *,
+        again: bool = True,
     ) -> tuple[Tensor, list[Tensor]]:
         """Launch the kernels of a call, from a record if there is one: y_TD, and the pieces of memory.
         tokens: they, their ids and their weights. weights: the experts'. added_TD: what is added to the sums,
-        or `None`."""
-        (kernels, part, pattern), (x_TD, ids_TK, weights_TK) = call, tokens
+        or `None`. again: whether it may be from a record, which a graph does not capture."""
+        (kernels, _, pattern), (x_TD, ids_TK, weights_TK) = call, tokens
         pieces = [new_piece(nbytes, x_TD.device) for nbytes in pattern.memory.nbytes]
         y_TD = torch.empty_like(x_TD)
-        buffer = 0 if part.is_small else kernels.next_buffer("pull", peek=True)
+        buffer = 0 if pattern.small else kernels.next_buffer("pull", peek=True)
         at = [tensor.data_ptr() for tensor in (*pieces, *weights)]
         key = pattern.size, x_TD.shape[0], buffer, added_TD is not None, *at
-        transport = self.dispatcher.transport
-        record = None if transport.one_kernel and transport.capturing else self._records.get(key)
+        record = self._records.get(key) if again else None
         if record is None:
             self._launch_recording(key, call, pieces, tokens, weights, added_TD, y_TD)
         else:
@@ -275,8 +241,7 @@ class Recorder:
         gate_up, down = member(experts, "gate_up_proj"), member(experts, "down_proj")
         if seen(x_TD, ids_TK, weights_TK, gate_up, down):
             return None
-        transport = dispatcher.transport
-        if dispatcher.observer.enabled or (transport.capturing and not transport.one_kernel):
+        if dispatcher.observer.enabled:
             return None
         shape = down.shape
         if shape != self._served and not self._serves(shape):
@@ -289,9 +254,7 @@ class Recorder:
     def _serves(self, shape: torch.Size) -> bool:
         """Whether rows cross as they are, to slots that kernels choose, and kernels take weights of `shape`
         as they are."""
-        dispatcher, (slots, width, inner) = self.dispatcher, shape
-        coded = is_coded(dispatcher.wire.dispatch) or is_coded(dispatcher.wire.combine)
-        if coded or dispatcher.placed.by_slot or not slots or not fits(width, inner):
+        if why_not_whole(self.dispatcher.wire, self.dispatcher.placed, shape) is not None:
             return False
         self._served = shape
         return True
@@ -349,7 +312,8 @@ class Recorder:
         y_TD: Tensor,
     ) -> None:
         """Launch the kernels of a call in the usual way, and keep the record."""
-        kernels, part, (memory, *_) = call
+        kernels, _, pattern = call
+        memory = pattern.memory
         words, rows_RD, *groups, gate_up_RG, act_RF, out_RD = (place.of(pieces) for place in memory[:9])
         places = _Places(
             Routed.of_words(words, _sizes(kernels.shape)),
@@ -368,7 +332,7 @@ class Recorder:
         if len(tape) != launches + 1 or self.dispatcher.transport.capturing:
             return  # no tape records the portable products, and a graph's memory is its own
         first, *between, last = tape
-        kinds = ("small",) if part.is_small else ("pull", "route")
+        kinds = ("small",) if pattern.small else ("pull", "route")
         ends = BLANKS[lay.Reduce] if added_TD is None else BLANKS_ADDED
         self._keep(key, first.again(BLANKS[type(first.args[1])]), kinds, between, last.again(ends))
 
@@ -382,20 +346,21 @@ class Recorder:
     ) -> int:
         """Launch a dispatch and the experts of its rows: how many launches these are. sums: options of the
         combine behind, to which those that follow are added."""
-        (kernels, part, (*_, one_launch)), sms, choosing = call, self.dispatcher.sms, self.dispatcher.choosing
+        (kernels, part, (*_, one_launch, small, one_kernel)), sms = call, self.dispatcher.sms
+        choosing = self.dispatcher.choosing
         routed, rows_RD, row_groups, gate_up_RG, act_RF, out_RD = places
-        expected = kernels.shape.mean_rows(part.max_tokens) if part.is_small else 0
+        expected = kernels.shape.mean_rows(part.max_tokens) if small else 0
         plan = Groups(row_groups.plan, expected=expected, hits=row_groups.hits, one_launch=one_launch)
         how = {"sizes": weights[1].shape[1:], "keep": gate_up_RG is not None, "elsewhere": False}
         why_two = both.why_not_both(plan, **how)
         in_one = why_two is None
-        if part.is_small and gate_up_RG is None:
+        if one_kernel:
             self._apart = why_two
-        if not part.is_small:
+        if not small:
             load = self.dispatcher.transport.load
             kernels.dispatch_expert(*tokens, sms.dispatch, out=rows_RD, routed=routed, **choosing)
             run_spread(routed, len(rows_RD), len(weights[1]), row_groups, load=load)
-        elif in_one and (behind := self._launch_few(call, places, tokens, weights)):
+        elif one_kernel and in_one and (behind := self._launch_few(call, places, tokens, weights)):
             sums["behind"] = behind
             return 1
         else:
@@ -406,7 +371,7 @@ class Recorder:
             both.run_both(rows_RD, *weights, plan, *into)
         else:
             run_products(rows_RD, weights, plan, *into, gate_up_RG)
-        return 2 + (not in_one) + (not part.is_small)
+        return 2 + (not in_one) + (not small)
 
     def _launch_few(
         self,
@@ -415,11 +380,9 @@ class Recorder:
         tokens: tuple[Tensor, Tensor, Tensor],
         weights: tuple[Tensor, Tensor],
     ) -> int:
-        """Launch the dispatch of a small batch and its experts in one, if the transport is to and can: the
-        `behind` of its sums, else 0."""
+        """Launch the dispatch of a small batch and its experts in one, if that can be: the `behind` of its
+        sums, else 0."""
         (kernels, part, _), dispatcher = call, self.dispatcher
-        if not dispatcher.transport.one_kernel:
-            return 0
         memory = places.rows_RD[None], places.routed
         sms = dispatching_sms(part.max_tokens, dispatcher.sms.small)
         small = kernels.small_call((*tokens, None), sms, places.groups, memory, dispatcher.choosing)
@@ -446,7 +409,7 @@ class Recorder:
         """Launch the kernels of a backward: gradients of tokens, of their choices' weights, of gate_up and of
         down, each `None` if not needed. `None` in place of all if the caller is to take the steps. saved: the
         piece of memory that the forward kept, and both weights."""
-        (memory, size, _, choices, _), (piece, *weights) = pattern, saved
+        (memory, size, _, choices, *_), (piece, *weights) = pattern, saved
         dispatcher = self.dispatcher
         if dispatcher.observer.enabled or dispatcher.transport.capturing:
             return None

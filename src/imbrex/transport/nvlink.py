@@ -147,9 +147,10 @@ class Nvlink(Collective):
         kernel wait for peers: two kernels that may meet on a GPU must both fit it, and those of a fused layer
         take all. Staging takes no more than the rank has that has fewest.
     beside_sms: those of every kernel that moves a chunk, with experts at work on the others.
-    one_kernel: a small batch without gradients is dispatched and computed in one kernel, if the experts are
-        imbrex's own and would take one launch for both products (`kernels.fused.few`); the same bits. On one
-        H100 it lost 1 to 2 % at 1 and 128 tokens, and gained as much between. Ranks need not agree.
+    one_kernel: whether a small batch without gradients is dispatched and computed in one kernel, if the
+        experts are imbrex's own and would take one launch for both products; the same bits. `None`: where
+        that was faster, with at most 2 tokens a rank and 512 MiB of weights to read (`kernels.fused.few`).
+        It takes all multiprocessors: `False` for layers in two streams of a GPU. Ranks need not agree.
 
     Raises ValueError for a number of multiprocessors below 1, NvlinkError where the kernels cannot run.
     """
@@ -170,7 +171,7 @@ class Nvlink(Collective):
         stage_sms: int = 128,
         beside_sms: int = 32,
         exact_rows: bool | None = None,
-        one_kernel: bool = False,
+        one_kernel: bool | None = None,
     ) -> None:
         sms = {"dispatch": dispatch_sms, "small": small_sms, "push": push_sms, "combine": combine_sms}
         sms |= {"stage": stage_sms}

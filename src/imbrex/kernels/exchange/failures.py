@@ -20,7 +20,7 @@ from imbrex.kernels.structs import Struct
 
 ALL_LIVE = (
     "; if no rank died or came late, kernels that wait for peers may not have fitted a GPU together: run "
-    "layers of schedule='fused' in one stream"
+    "layers of schedule='fused', and those of 1 or 2 tokens a rank, in one stream"
 )
 
 

@@ -1,7 +1,8 @@
 """Dispatch of a small batch and its experts in one launch: the host's side of `fused/few.cu`.
 
-In place of `NvlinkExchange.dispatch_small` and `ffn.both.run_both`, with their bits, where it is asked for:
-`Nvlink(one_kernel=True)`. Peers need not know: they see the same words, tokens and flags.
+In place of `NvlinkExchange.dispatch_small` and `ffn.both.run_both`, with their bits, where it is the faster
+way (`why_slower`), or asked for: `Nvlink(one_kernel=True)`. Peers need not know: they see the same words,
+tokens and flags.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ DISPATCHING, DISPATCHING_TOKENS = 32, 16
 """Multiprocessors that dispatch, up to so many tokens of a rank: so more begin with weights. As many push as
 of any larger number (`lay.small_pushers`), since peers wait for those. With more tokens all that a dispatch
 alone takes place rows (docs/LOG.md, 2026-11-28, "the one kernel is faster")."""
+MOST_TOKENS, MOST_READ = 2, 512 << 20
+"""Tokens of a rank, and bytes of weights to read, up to which one launch is faster."""
 
 
 class Computed(NamedTuple):
@@ -65,6 +68,22 @@ def shipped_variants() -> list[Variant]:
 def dispatching_sms(tokens: int, sms: int) -> int:
     """The multiprocessors that dispatch, of `sms` at most, where the rank with most has so many tokens."""
     return min(sms, DISPATCHING) if tokens <= DISPATCHING_TOKENS else sms
+
+
+def why_slower(tokens: int, rows: int, sizes: Sequence[int]) -> str | None:
+    """Why a dispatch of its own is faster, or `None`. tokens, rows: of the rank with most, and of a rank in
+    the mean. sizes: its experts, D and F.
+
+    Captured layers on two H200: 3 to 6 % less with 1 and 2 tokens a rank of Qwen3 and with 1 of Qwen2-MoE;
+    from 4 on 2 % less to 3 % more; of DeepSeek-V3 1 % more with 1 (docs/LOG.md, 2026-11-28, "the one kernel
+    on two GPUs").
+    """
+    experts, width, inner = sizes
+    if tokens > MOST_TOKENS:
+        return f"one kernel is faster up to {MOST_TOKENS} tokens a rank only"
+    if 6 * width * inner * min(rows, experts) > MOST_READ:
+        return f"one kernel is faster up to {MOST_READ >> 20} MiB of weights only"
+    return None
 
 
 def why_not_few(exchange: NvlinkExchange, small: SmallCall, experts: int) -> str | None:
@@ -148,6 +167,7 @@ def _maps(small: SmallCall, experts: Sequence[Weights], act_LRF: Tensor, out_LRD
 
 
 __all__ = [
+    "MOST_TOKENS",
     "SOURCE",
     "dispatch_and_experts",
     "dispatching_sms",
@@ -155,4 +175,5 @@ __all__ = [
     "run_few",
     "shipped_variants",
     "why_not_few",
+    "why_slower",
 ]
