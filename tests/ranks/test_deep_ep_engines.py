@@ -1,4 +1,5 @@
-"""Engines' own classes, from their released wheels, over the deep_ep door: exact sums of small numbers.
+"""Engines' own classes, from their released wheels, over the deep_ep door: exact sums of small numbers; and
+torchtitan's own DeepEP back end, forward and backward.
 
 requirements-engines.txt says how the wheels come here; without them these tests are skipped. The files that
 run are named below. What they take from the rest of their engine and from its kernels is a stand-in.
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.adapters import deep_ep
@@ -259,3 +261,232 @@ def test_sglang_s_own_class_sums_exactly(
     # With DeepGEMM they ask for counts in multiples of its tile.
     rounded = [[-(-n // 128) * 128 for n in counts_of(2, rank, tokens)] for rank in range(2)]
     assert told == [(True, counts) for counts in rounded]
+
+
+WIDE, MOST = 2048, 12
+"""The least width that vLLM takes for blocks, and the tokens of a rank that there is room for."""
+
+
+def wide_batch(rank: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Whole numbers in bfloat16 up to 3, one of them in every block of 128, so that fp8 changes none."""
+    x_TD, ids_TK, weights_TK = batch(rank, tokens)
+    x_TD = x_TD.repeat(1, WIDE // x_TD.shape[1])
+    x_TD[:, ::BLOCK] = 3.5
+    return x_TD, ids_TK, weights_TK
+
+
+def wide_dense(rank: int, tokens: int) -> Tensor:
+    return dense(*wide_batch(rank, tokens))
+
+
+def through_experts(ranks: Ranks, rows: Any, counts_e: Tensor) -> Tensor:
+    """What this rank's experts make of the blocks; NaN where there is no row."""
+    if isinstance(rows, tuple):
+        values, scales = rows
+        assert values.dtype == FP8
+        rows = (values.float() * scales.repeat_interleave(BLOCK, 2)).bfloat16()
+    y_eMD = torch.full_like(rows, float("nan"))
+    for slot, count in enumerate(counts_e.tolist()):
+        number = ranks.rank * len(counts_e) + slot
+        y_eMD[slot, :count] = expert(rows[slot, :count], number)
+    return y_eMD
+
+
+def vllm_decoding_names(ranks: Ranks) -> dict[str, dict[str, Any]]:
+    more = {
+        "VLLM_DEEPEPLL_NVFP4_DISPATCH": False,
+        "VLLM_DEEPEP_LOW_LATENCY_USE_MNNVL": False,
+    }
+    parallel = SimpleNamespace(enable_fault_tolerance=False)
+    names = vllm_names(ranks)
+    names["envs"] = dict(names["envs"]) | more
+    names["config"] = {"get_current_vllm_config": lambda: SimpleNamespace(parallel_config=parallel)}
+    names[f"{MOE}.utils"] = {"moe_kernel_quantize_input": lambda x, *_, **__: (x, None)}
+    counts = torch.tensor([MOST] * ranks.world_size, device="cpu")
+    names["forward_context"] = {
+        "get_forward_context": lambda: SimpleNamespace(
+            dp_metadata=SimpleNamespace(num_tokens_across_dp_cpu=counts)
+        )
+    }
+    return names
+
+
+def config_of(fp8: bool) -> Any:
+    shape = [BLOCK, BLOCK] if fp8 else None
+    return SimpleNamespace(
+        is_block_quantized=False,
+        block_shape=shape,
+        quant_dtype=FP8 if fp8 else None,
+        per_act_token_quant=False,
+        a1_scale=None,
+        a2_scale=None,
+        is_scale_swizzled=False,
+    )
+
+
+LOW_LATENCY = [*VLLM, f"{MOE}.prepare_finalize.deepep_ll"]
+
+
+def over_vllm_blocks(ranks: Ranks, tokens: list[int], fp8: bool) -> tuple[bool, list[int]]:
+    """Whether `DeepEPLLPrepareAndFinalize` gives the dense sum, and its counts of the local experts."""
+    deep_ep.install()
+    with alone("vllm", LOW_LATENCY, vllm_decoding_names(ranks)):
+        all2all = importlib.import_module("vllm.distributed.device_communicators.all2all")
+        theirs = importlib.import_module(f"vllm.{MOE}.prepare_finalize.deepep_ll")
+        reduce = importlib.import_module(f"vllm.{MOE}.topk_weight_and_reduce")
+        manager = all2all.DeepEPLLAll2AllManager(ranks.group)
+        sizes = {"num_ep_ranks": ranks.world_size, "num_local_experts": E // ranks.world_size}
+        buffer = manager.get_handle(
+            {
+                "max_num_tokens_per_dp_rank": MOST,
+                "token_hidden_size": WIDE,
+                "num_global_experts": E,
+                **sizes,
+            }
+        )
+        moe = theirs.DeepEPLLPrepareAndFinalize(buffer, MOST, ranks.world_size, use_fp8_dispatch=fp8)
+        x_TD, ids_TK, weights_TK = wide_batch(ranks.rank, tokens[ranks.rank])
+        hook, receive = moe.prepare_async(x_TD, weights_TK, ids_TK, E, None, False, config_of(fp8))
+        hook()
+        rows, scales, meta, _, _ = receive()
+        rows = rows if scales is None else (rows, scales)
+        y_eMD = through_experts(ranks, rows, meta.expert_num_tokens)
+        output = torch.empty_like(x_TD)
+        back = output, y_eMD, weights_TK, ids_TK, False, reduce.TopKWeightAndReduceDelegate()
+        hook, receive = moe.finalize_async(*back)
+        hook()
+        receive()
+        manager.destroy()
+    exact = torch.equal(output, wide_dense(ranks.rank, tokens[ranks.rank]))
+    return exact, meta.expert_num_tokens.tolist()
+
+
+@released("vllm", "0.33.0")
+@pytest.mark.parametrize(("tokens", "fp8"), [([9, 6], False), ([0, 7], True)])
+def test_vllm_s_blocks_sum_exactly(pair: Pool, tokens: list[int], fp8: bool) -> None:
+    told = pair.run(2, over_vllm_blocks, tokens, fp8)
+    assert told == [(True, counts_of(2, rank, tokens)) for rank in range(2)]
+
+
+V2 = [*VLLM, f"{MOE}.prepare_finalize.deepep_v2"]
+
+
+def over_v2(ranks: Ranks, tokens: list[int]) -> bool:
+    """Whether `DeepEPV2PrepareAndFinalize`, as it decodes, gives the dense sum."""
+    deep_ep.install()
+    names = vllm_decoding_names(ranks)
+    names["triton_utils"] = {"triton": SimpleNamespace(jit=lambda f: f), "tl": SimpleNamespace(constexpr=int)}
+    with alone("vllm", V2, names):
+        theirs = importlib.import_module(f"vllm.{MOE}.prepare_finalize.deepep_v2")
+        reduce = importlib.import_module(f"vllm.{MOE}.topk_weight_and_reduce")
+        own, world = E // ranks.world_size, ranks.world_size
+        buffer = deep_ep.ElasticBuffer(ranks.group, num_max_tokens_per_rank=64, hidden=WIDE, num_topk=K)
+        first = ranks.rank * own
+        moe = theirs.DeepEPV2PrepareAndFinalize(buffer, world, world, first, E, K, use_cudagraph=True)
+        # The experts make local ids global, which a kernel of Triton's does else.
+        moe.defer_globalize = True
+        x_TD, ids_TK, weights_TK = wide_batch(ranks.rank, tokens[ranks.rank])
+        given = x_TD, weights_TK, ids_TK, E, None, False, config_of(False)
+        rows_ND, _, meta, ids_NK, weights_NK = moe.prepare(*given)
+        assert len(rows_ND) == 16 * world, "room for the most tokens, as a power of two"
+        y_ND = torch.zeros_like(rows_ND)
+        count = int(meta.psum_recv_per_rank[-1])
+        for row, column in (ids_NK[:count] >= 0).nonzero().tolist():
+            number = first + int(ids_NK[row, column])
+            y_ND[row] += expert(rows_ND[row : row + 1], number)[0] * weights_NK[row, column]
+        output = torch.empty_like(x_TD)
+        done = moe.finalize_async(output, y_ND, weights_NK, ids_NK, False, reduce.TopKWeightAndReduceNoOP())
+        done()
+    return torch.equal(output, wide_dense(ranks.rank, tokens[ranks.rank]))
+
+
+@released("vllm", "0.33.0")
+def test_vllm_s_v2_decodes_exactly(pair: Pool) -> None:
+    assert pair.run(2, over_v2, [9, 6]) == [True, True]
+
+
+def over_sglang_blocks(ranks: Ranks, tokens: list[int], fp8: bool, hooked: bool) -> tuple[bool, list[int]]:
+    """Whether `DeepEPDispatcher` in its low-latency mode gives the dense sum, and its counts."""
+    deep_ep.install()
+    names = sglang_names(fp8)
+    names["srt.layers.dp_attention"] = {"get_is_extend_in_batch": lambda: False}
+    recorder = SimpleNamespace(on_deepep_dispatch_low_latency=lambda *_: None)
+    names["srt.eplb.expert_distribution"] = {"get_global_expert_distribution_recorder": lambda: recorder}
+    names["srt.layers"]["deep_gemm_wrapper"].DEEPGEMM_BLACKWELL = False
+    names["srt.environ"]["envs"].SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK = SimpleNamespace(
+        get=lambda: MOST
+    )
+    patch = pytest.MonkeyPatch()
+    card = SimpleNamespace(multi_processor_count=132)
+    patch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    patch.setenv("NVSHMEM_QP_DEPTH", "1024")
+    with alone("sglang", SGLANG, names):
+        theirs = importlib.import_module(f"sglang.{DEEP_EP}")
+        dispatcher = theirs.DeepEPDispatcher(
+            group=ranks.group,
+            router_topk=K,
+            num_experts=E,
+            num_local_experts=E // ranks.world_size,
+            hidden_size=WIDE,
+            params_dtype=torch.bfloat16,
+            deepep_mode=theirs.DeepEPMode.LOW_LATENCY,
+            return_recv_hook=hooked,
+        )
+        x_TD, ids_TK, weights_TK = wide_batch(ranks.rank, tokens[ranks.rank])
+        choices = SimpleNamespace(topk_weights=weights_TK, topk_ids=ids_TK.int())
+        rows, scales, ids, weights, counts_e, _ = dispatcher.dispatch(x_TD, choices)
+        y_eMD = through_experts(ranks, rows if scales is None else (rows, scales), counts_e)
+        home = dispatcher.combine(theirs.DeepEPLLCombineInput(y_eMD, ids, weights))
+    patch.undo()
+    return torch.equal(home, wide_dense(ranks.rank, tokens[ranks.rank])), counts_e.tolist()
+
+
+@released("sglang", "0.5.23")
+@pytest.mark.parametrize(("tokens", "fp8", "hooked"), [([9, 6], False, True), ([0, 7], True, False)])
+def test_sglang_s_blocks_sum_exactly(pair: Pool, tokens: list[int], fp8: bool, hooked: bool) -> None:
+    told = pair.run(2, over_sglang_blocks, tokens, fp8, hooked)
+    assert told == [(True, counts_of(2, rank, tokens)) for rank in range(2)]
+
+
+TITAN = why_not_installed("torchtitan", "0.3.0", "requirements-doors.txt")
+
+
+def over_titan(ranks: Ranks) -> list[float]:
+    """Errors of torchtitan's DeepEP back end against all experts on one rank: output, and the gradients of
+    tokens, scores and experts."""
+    deep_ep.install()
+    with alone("torchtitan", ["distributed.deepep.deepep"], {}):
+        theirs = importlib.import_module("torchtitan.distributed.deepep.deepep")
+    for name in ("dispatch", "combine"):
+        torch.library.impl(theirs._lib, name, "CPU")(getattr(theirs, f"_{name}_op_impl"))
+    drawn = torch.Generator().manual_seed(ranks.rank)
+    tokens, own = (9, 6)[ranks.rank], E // ranks.world_size
+    x_TD = torch.randn(tokens, 16, generator=drawn)
+    ids_TK = torch.rand(tokens, E, generator=drawn).argsort(1)[:, :K]
+    scores_TK = torch.rand(tokens, K, generator=drawn)
+    w_EDD = torch.randn(E, 16, 16, generator=torch.Generator().manual_seed(9)) * 0.3
+    first = ranks.rank * own
+    ours = [t.clone().requires_grad_() for t in (x_TD, scores_TK, w_EDD[first : first + own])]
+    theirs.get_buffer(ranks.group, hidden=16, num_max_tokens_per_rank=9, num_topk=K)
+    rows, counts_e, state = theirs.dispatch_tokens(ours[0], ids_TK, ours[1], own, E, num_tokens_per_rank=9)
+    parts = rows.split(counts_e.tolist())
+    y_TD = theirs.combine_tokens(torch.cat([p @ w for p, w in zip(parts, ours[2], strict=True)]), state)
+    theirs.sync_combine()
+    y_TD.square().sum().backward()
+    all_of = [t.clone().requires_grad_() for t in (x_TD, scores_TK, w_EDD)]
+    every_TKD = torch.einsum("td,tkde->tke", all_of[0], all_of[2][ids_TK])
+    expected_TD = (every_TKD * all_of[1][:, :, None]).sum(1)
+    expected_TD.square().sum().backward()
+    grads = [t.grad for t in all_of if t.grad is not None]
+    dist.all_reduce(grads[2], group=ranks.group)
+    pairs = zip(
+        [y_TD, *(t.grad for t in ours)], [expected_TD, *grads[:2], grads[2][first:][:own]], strict=True
+    )
+    return [float((a - b).abs().max()) for a, b in pairs if a is not None]
+
+
+@pytest.mark.skipif(TITAN is not None, reason=str(TITAN))
+def test_torchtitan_s_own_deep_ep_trains(pair: Pool) -> None:
+    for gaps in pair.run(2, over_titan):
+        assert len(gaps) == 4
+        assert max(gaps) < 2e-5

@@ -6,6 +6,7 @@ import inspect
 import tomllib
 import typing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -237,6 +238,32 @@ def test_events_are_waited_for_where_programs_wait() -> None:
     deep_ep.EventOverlap().current_stream_wait()
 
 
+def test_an_event_is_let_go_of_and_calls_its_hook_once() -> None:
+    event, called = Recorded(), []
+    overlap = deep_ep.EventOverlap(event)  # pyright: ignore[reportArgumentType]
+    overlap.register_hook_after_wait(lambda: called.append(event.waits))
+    with pytest.raises(ValueError, match="a hook is registered already"):
+        overlap.register_hook_after_wait(called.clear)
+    with overlap(release_handle=True) as inside:
+        assert inside is overlap
+    assert (called, overlap.event) == ([1], None)
+    with overlap:
+        pass
+    assert called == [1]
+
+
+def test_counts_stay_on_the_device_by_an_older_name() -> None:
+    buffer, x_TD = deep_ep.HybridEPBuffer(None, 2, 4, 2), torch.ones(3, 2)
+    given: dict[str, Any] = {
+        "hidden": x_TD,
+        "topk_idx": torch.tensor([[1], [0], [1]]),
+        "use_host_meta": False,
+    }
+    with pytest.raises(ValueError, match="non_blocking without num_permuted_tokens"):
+        buffer.dispatch_with_permute(**given)
+    assert buffer.dispatch_with_permute(**given, num_permuted_tokens=4)[3].tolist() == [1, 2]
+
+
 def test_destroy_wants_to_be_announced() -> None:
     deep_ep.Buffer(None, explicitly_destroy=True).destroy()
     with pytest.raises(ValueError, match="explicitly_destroy=True"):
@@ -334,6 +361,7 @@ def test_a_hybrid_handle_must_be_whole_and_fit() -> None:
 PLUG_IN = """
 import importlib, sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, sys.argv[1])
 home, name = sys.argv[2].split(":")

@@ -200,7 +200,7 @@ class HybridEPBuffer:
         pad_multiple: the rows of an expert are padded to a multiple, with zeros. A handle keeps its own.
         num_permuted_tokens: rows to return whatever arrives: rows past it are dropped, further ones are zero.
         non_blocking: the counts stay on the device, nothing of the permutation is read by the host; needs
-            `num_permuted_tokens`, a multiple of `pad_multiple`.
+            `num_permuted_tokens`, a multiple of `pad_multiple`. use_host_meta: its older name, negated.
 
         Returns rows [P, D], probabilities float32 [P] or None, scales [P, S] or None, rows of every local
         expert (int64, padding included, none past P; on the host, unless the routing came with
@@ -208,6 +208,7 @@ class HybridEPBuffer:
         """
         if num_of_experts is None and num_of_experts_per_rank is not None:
             num_of_experts = num_of_experts_per_rank * self.group_size
+        non_blocking = non_blocking if use_host_meta is None else not use_host_meta
         # host sync: only for a count that a program keeps on the device
         budget = None if num_permuted_tokens is None else int(num_permuted_tokens)
         problem = _find_budget_problem(budget, pad_multiple or 1, non_blocking)
