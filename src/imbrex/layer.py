@@ -161,6 +161,8 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         _check_given(config, losses=losses, placement=placement, balancer=balancer, dtype=dtype)
+        expect("MoELayer: observer", observer, (Observer, NoneType), "give an object, as Recorder()")
+        expect("MoELayer: layer", layer, (int,), "give its number")
         self.config = config
         self.ranks = Ranks.of(group, tensor_parallel, data_group)
         self.placement = placement or contiguous(config.num_experts, self.ranks.expert_size)

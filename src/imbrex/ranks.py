@@ -42,17 +42,19 @@ class Ranks:
         group: dist.ProcessGroup | DeviceMesh | None, tensor_size: int, data_group: dist.ProcessGroup | None
     ) -> Ranks:
         """The ranks from what a user has. Raises ValueError where the group does not divide."""
-        if group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(
-                "MoELayer: this rank is not in the group that torch.distributed.new_group made; make the "
-                "layer on the group's ranks only"
-            )
+        for name, ranks in (("group", group), ("data_group", data_group)):
+            if ranks is dist.GroupMember.NON_GROUP_MEMBER:
+                raise ValueError(
+                    f"MoELayer: this rank is not in the {name} that torch.distributed.new_group made; make "
+                    "the layer on the group's ranks only"
+                )
         expect(
             "MoELayer: group",
             group,
             (dist.ProcessGroup, DeviceMesh, NoneType),
             "give a process group, as torch.distributed.group.WORLD, or a DeviceMesh",
         )
+        expect("MoELayer: data_group", data_group, (dist.ProcessGroup, NoneType), "give a process group")
         if isinstance(group, DeviceMesh):
             group, tensor_size, data_group = _of_mesh(group, tensor_size, data_group)
         if group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:

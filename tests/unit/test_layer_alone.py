@@ -26,6 +26,7 @@ from imbrex.exchange import autograd
 from imbrex.experts import experts, products
 from imbrex.experts.experts import Experts, Shard
 from imbrex.kernels import why_not_portable
+from imbrex.observe import Recorder
 from imbrex.overlap import Serial
 from imbrex.placement import contiguous
 from imbrex.runtime.waits import timeout_seconds
@@ -151,6 +152,9 @@ def test_the_layer_says_what_was_chosen() -> None:
             {"placement": contiguous(5, 1)},
             "MoELayer: placement is of 5 experts, the config of 4; make another",
         ),
+        ({"data_group": 2}, "MoELayer: data_group is 2; give a process group"),
+        ({"observer": Recorder}, r"MoELayer: observer is <class .*; give an object, as Recorder"),
+        ({"layer": "first"}, "MoELayer: layer is 'first'; give its number"),
         ({"dtype": "bfloat16"}, "MoELayer: dtype is 'bfloat16'; give one of torch's, as torch.bfloat16"),
         ({"dtype": torch.complex64}, "MoELayer: dtype is torch.complex64; give one of torch.float32, "),
         ({"codec": Int8}, r"codec: Int8 is a class; give an object, Int8\(...\)"),

@@ -11,14 +11,16 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 class Observer:
     """Records nothing and costs nothing. It is the base of observers that record, such as `Recorder`.
 
-    Names are stable. Spans and phases: `route`, `plan`, `dispatch`, `experts`, `combine` in the forward, the
-    same with `_backward` in the backward; `give_up`, without length, when events go on without `peer`;
+    Names are stable. Spans and phases: `route`, `plan`, `dispatch`, `experts`, `combine` in the forward;
+    `combine_backward`, `experts_backward`, `dispatch_backward` in the backward, `weights_backward` in chunks;
+    `dispatch_again` if rows are not kept; `give_up`, without length, when events go on without `peer`;
     `measure`, a task or a run that `schedule="auto"` times.
     Counters: `bytes_sent` [W] by destination rank, `bytes_by_tier` [2] (on several nodes: inside this one, to
     others), `rows` (computed by the local experts), `drops` (choices left out), `gave_up` [W] (calls that
     went on without a rank), `expert_load` [E] (choices of this rank's tokens by logical expert),
-    `co_activation` [E, E] (this rank's tokens that chose both experts), `host_syncs`. The keywords `where`
-    say where, at least `layer=int`.
+    `co_activation` [E, E] (this rank's tokens that chose both experts), `host_syncs`, `heaps` (over NVLink:
+    memory mapped by all GPUs, made for calls of a new size). The keywords `where` say where, at least
+    `layer=int`.
 
     `enabled` lets a caller skip the work of preparing what it would count; `co_activation` does so for that
     counter.
