@@ -43,6 +43,7 @@ def test_an_all_to_all_that_crowds_the_ports_is_left() -> None:
     four = Network(nodes=4, size=1, inside=lone, across=Link(start=1e-4, per_byte=8.5e-9))
     load = Load(tokens=1024, row_bytes=4096, top_k=8)
     assert fastest(four, load)[0][0] == "alltoall"
+    assert fastest(replace(four, together=1.01), load)[0][0] == "alltoall"
     crowded = replace(four, together=1.4)
     assert fastest(crowded, load)[0][0] not in ("alltoall", "pipe")
     assert COSTS["alltoall"](crowded, load) == pytest.approx(1.4 * COSTS["alltoall"](four, load))

@@ -169,6 +169,14 @@ COSTS: Mapping[str, Callable[[Network, Load], float]] = {
 transport."""
 
 
+ALIKE = 1.02
+"""Predictions up to so many times the least are not told apart: a measurement varies more."""
+
+
 def fastest(network: Network, load: Load) -> list[tuple[str, float]]:
-    """The transports in the order of their predicted seconds; of equal ones, the simpler one first."""
-    return sorted(((name, cost(network, load)) for name, cost in COSTS.items()), key=lambda pair: pair[1])
+    """The transports in the order of their predicted seconds, but first the simplest of those that are not
+    told apart from the fastest."""
+    seconds = {name: cost(network, load) for name, cost in COSTS.items()}
+    least = min(seconds.values())
+    simplest = next(name for name in seconds if seconds[name] <= ALIKE * least)
+    return sorted(seconds.items(), key=lambda pair: (pair[0] != simplest, pair[1]))
