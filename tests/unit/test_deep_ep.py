@@ -264,6 +264,12 @@ def test_counts_stay_on_the_device_by_an_older_name() -> None:
     assert buffer.dispatch_with_permute(**given, num_permuted_tokens=4)[3].tolist() == [1, 2]
 
 
+def test_a_rank_outside_of_the_group_is_told_so() -> None:
+    outside: Any = torch.distributed.GroupMember.NON_GROUP_MEMBER
+    with pytest.raises(ValueError, match="give a process group that this rank is in"):
+        deep_ep.Buffer(outside)
+
+
 def test_destroy_wants_to_be_announced() -> None:
     deep_ep.Buffer(None, explicitly_destroy=True).destroy()
     with pytest.raises(ValueError, match="explicitly_destroy=True"):

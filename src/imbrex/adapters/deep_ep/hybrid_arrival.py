@@ -74,7 +74,7 @@ def _why_not_again(backend: Backend, inputs: Inputs, tokens: int, experts: int) 
             f"{len(inputs.hidden)} tokens for a handle of {tokens}; give as many again, with new "
             "probabilities as probs [T, E], or as topk_weights with topk_idx"
         )
-    if any(column.dim() != 2 or len(column) != tokens for column in inputs.columns):
+    if any(part.dim() != 2 or len(part) != tokens or not part.shape[1] for part in inputs.columns):
         return f"hidden is {list(inputs.hidden.shape)}; give [T, D], and scales [T, S]"
     if probs_TE is not None and (probs_TE.shape != (tokens, experts) or probs_TE.dtype != torch.float32):
         return f"probs is {probs_TE.dtype} {list(probs_TE.shape)}; give float32 {[tokens, experts]}"
@@ -106,7 +106,7 @@ def find_problem(backend: Backend, inputs: Inputs, num_experts: int) -> str:
     """Says what is wrong with a new routing or the rows that it is for, or nothing."""
     hidden, scales = inputs.hidden, inputs.scales
     tokens = hidden.shape[0] if hidden.dim() else 0
-    if hidden.dim() != 2 or (scales is not None and (scales.dim() != 2 or len(scales) != tokens)):
+    if any(part.dim() != 2 or len(part) != tokens or not part.shape[1] for part in inputs.columns):
         return f"hidden is {list(hidden.shape)}; give [T, D], and scales [T, S]"
     if num_experts < 1 or num_experts % backend.world_size:
         return f"{num_experts} experts on {backend.world_size} ranks; give a multiple"
@@ -119,7 +119,7 @@ def find_problem(backend: Backend, inputs: Inputs, num_experts: int) -> str:
         return backend.wrong_device(hidden, scales, map_TE, probs_TE)
     if ids_TK is None:
         return "no routing; give routing_map, topk_idx, or the handle of an earlier dispatch"
-    if ids_TK.dim() != 2 or len(ids_TK) != tokens:
+    if ids_TK.dim() != 2 or len(ids_TK) != tokens or not ids_TK.shape[1]:
         return f"topk_idx is {list(ids_TK.shape)} for {tokens} tokens; give [T, K]"
     if weights_TK is not None and weights_TK.shape != ids_TK.shape:
         return f"topk_weights is {list(weights_TK.shape)}, topk_idx {list(ids_TK.shape)}; give equal shapes"

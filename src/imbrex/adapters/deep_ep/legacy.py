@@ -238,7 +238,7 @@ class Buffer(LowLatency, absent.Calls):
         parts = x if isinstance(x, tuple) else (x,)
         if len(parts) > 2:
             return f"x is a tuple of {len(parts)}, as NVFP4 with a global scale; {PAIR}"
-        if any(part.dim() != 2 or part.shape[0] != parts[0].shape[0] for part in parts):
+        if any(part.dim() != 2 or len(part) != len(parts[0]) or not part.shape[1] for part in parts):
             return f"x is {[list(part.shape) for part in parts]}; give [T, D], or values and scales [T, S]"
         if per_rank is None or wanted_TW is None or per_expert is None:
             return "a part of the layout is missing; pass what get_dispatch_layout returned"
@@ -354,7 +354,7 @@ class Buffer(LowLatency, absent.Calls):
         tokens = len(handle[4])
         if len(columns) > 2:
             return f"x is a tuple of {len(columns)}, as NVFP4 with a global scale; {PAIR}"
-        if any(part.dim() != 2 or part.shape[0] != tokens for part in columns):
+        if any(part.dim() != 2 or len(part) != tokens or not part.shape[1] for part in columns):
             shapes = [list(part.shape) for part in columns]
             return f"x is {shapes}, the handle is of {tokens} tokens; dispatch as many again"
         if choices[0] is not None and (experts < 1 or experts % self.group_size):
@@ -434,7 +434,8 @@ def _why_not_choices(topk_idx: Tensor | None, topk_weights: Tensor | None, token
         return ""
     if topk_idx is None or topk_weights is None:
         return "topk_idx without topk_weights, or the reverse; give both or neither"
-    if topk_idx.dim() != 2 or topk_idx.shape[0] != tokens or topk_idx.shape != topk_weights.shape:
+    fits = topk_idx.dim() == 2 and len(topk_idx) == tokens and topk_idx.shape[1] > 0
+    if not fits or topk_idx.shape != topk_weights.shape:
         shapes = list(topk_idx.shape), list(topk_weights.shape)
         return f"topk_idx and topk_weights are {shapes[0]} and {shapes[1]}; give [{tokens}, K]"
     if topk_idx.dtype != torch.int64 or topk_weights.dtype != torch.float32:

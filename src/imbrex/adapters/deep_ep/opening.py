@@ -13,7 +13,10 @@ from imbrex.transport import Nvlink
 
 def open_backend(who: str, group: dist.ProcessGroup | None, transport: str | contracts.Backend) -> Backend:
     """Opens the way of the rows. transport: `auto` is NVLink where its kernels can run for this group, also
-    one of gloo whose ranks all use a GPU, else `alltoall`. Collective."""
+    one of gloo whose ranks all use a GPU, else `alltoall`. Collective. Raises ValueError for a group without
+    this rank."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"{who}: group is {group!r}; give a process group that this rank is in")
     if transport == "auto":
         link = None if group is None else Nvlink.of_or_reason(group, from_cpus=True)[0]
         transport = link or "alltoall"
