@@ -132,6 +132,13 @@ class Rotating(OnlineBalancer):
         return from_slots([last, *others], placement.num_experts)
 
 
+class Keeping(OnlineBalancer):
+    """A policy that leaves every expert where it is."""
+
+    def renew(self, recent_HE: Any, placement: Placement, pace: Pace, *, whole_HE: Any) -> None:
+        return None
+
+
 def keep_in_fp8(ranks: Ranks, config: imbrex.MoEConfig, iterations: int) -> tuple[int, bool]:
     """Layers switched; whether fp8 copies made before are those of the weights that are there now."""
     balancer = OnlineBalancer(EAGER, timeout=20)
@@ -429,6 +436,19 @@ class Complaints:
         assert balancer.step()
         loss.backward()
 
+    def another_plan(self) -> str:
+        """Rank 1 leaves the placement as it is; what the balancer says as it stops."""
+        policy = Rotating if self.ranks.rank == 0 else Keeping
+        balancer = policy(EAGER, timeout=2)
+        made = self.layer(balancer)
+        balancer.optimizer = torch.optim.SGD(made.parameters())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(3):
+                made(self.x)
+                balancer.step()
+        return balancer.stopped_because
+
     def closed(self) -> None:
         balancer = OnlineBalancer()
         balancer.close()
@@ -453,9 +473,9 @@ def complain(ranks: Ranks, case: str) -> str:
         "backward": made.backward_after_a_switch,
         "twice": lambda: OnlineBalancer().attach(made.layer(OnlineBalancer())),
         "closed": made.closed,
+        "plan": made.another_plan,
     }
     try:
-        cases[case]()
+        return cases[case]()
     except (ValueError, RuntimeError) as error:
         return str(error)
-    return ""

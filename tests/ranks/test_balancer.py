@@ -220,6 +220,7 @@ def test_a_rank_that_dies_moving_is_noticed_by_all() -> None:
         ("backward", "modified by an inplace operation"),
         ("twice", "layer 0 is balanced already"),
         ("closed", "it is closed; make a new one"),
+        ("plan", "renew gave another placement on rank 1 than on rank 0"),
         ("experts", "not one contiguous row for each of the 2 slots"),
     ],
 )

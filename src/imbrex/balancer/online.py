@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,11 @@ from torch.optim import Optimizer
 from imbrex.balancer.channel import Channel, connect
 from imbrex.balancer.counts import Book
 from imbrex.balancer.journal import Journal
-from imbrex.balancer.migration import Mover, Peers
+from imbrex.balancer.migration import Change, Mover, Peers
 from imbrex.balancer.payload import most_staged, optimizer_tensors, row_bytes, signature
 from imbrex.balancer.peer_memory import PeerMover, reach_each_other
 from imbrex.balancer.protocol import Verdict, Vote, judge
-from imbrex.balancer.renewal import DueLayer, plan
+from imbrex.balancer.renewal import DueLayer, agree_on_plan, plan
 from imbrex.balancer.round import Ballots, Round, migrate
 from imbrex.balancer.seat import Layer, Seat
 from imbrex.balancer.tally import Tally, exposition
@@ -187,7 +188,7 @@ class OnlineBalancer:
         device = layer.exchange.transport.device  # a model may be built on the CPU and moved there
         lines = connect(ranks, layer.exchange.transport.exchange_counts, self.timeout_s)
         self._groups, self._ballots = (ranks.group, ranks.data_group), Ballots(lines.votes)
-        self._others = lines.counts
+        self._others, self._group = lines.counts, lines.weights
         self._book = Book(device, self.timeout_s) if device.type == "cuda" else None
         peers = Peers(
             channel=lines.weights,
@@ -265,15 +266,18 @@ class OnlineBalancer:
             )
             for at in due
         ]
-        number, mover, others = self._rounds, self.mover, self._others
+        number, mover = self._rounds, self.mover
         self._rounds += 1
         self.tally.add(rounds=1)
+        planned = partial(self._plan, wishes)
         self._round = Round(
-            number,
-            self._worker.submit(
-                migrate, lambda: plan(wishes, others, self.renew), lambda changes: mover.move(number, changes)
-            ),
+            number, self._worker.submit(migrate, planned, lambda changes: mover.move(number, changes))
         )
+
+    def _plan(self, wishes: list[DueLayer]) -> list[Change]:
+        make = partial(plan, wishes, self._others, self.renew)
+        # Ours depends on its arguments alone.
+        return make() if type(self).renew is OnlineBalancer.renew else agree_on_plan(make, self._group)
 
     def _pace_of(self, tensors) -> Pace:
         return replace(self.pace, max_moves=self._most_moves(row_bytes(list(tensors.values()))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from imbrex.placement.online import Pace, predicted, renew, weigh
 from imbrex.placement.packing import Ints
 from imbrex.placement.planner import to_held
 from imbrex.placement.refine import count_moves
+from imbrex.runtime.problems import attempt
 from imbrex.runtime.words import words
 
 
@@ -55,6 +57,29 @@ def plan(layers: Sequence[DueLayer], others: Channel | None, renew: Renew = rene
                 layer=layer.layer, old=layer.placement, new=new, tensors=layer.tensors, predicted=promised
             )
             changes.append(change)
+    return changes
+
+
+def checksum_of(changes: Sequence[Change]) -> int:
+    """A number above 0 that differs where placements do."""
+    return zlib.crc32(repr([(c.layer, c.new.slots) for c in changes]).encode()) + 1
+
+
+def agree_on_plan(make: Callable[[], list[Change]], group: Channel) -> list[Change]:
+    """Plan by a policy of somebody's own. Raises what it raises; and ValueError, on every rank, where ranks
+    have different plans, before they wait for weights that nobody sends."""
+    changes, problem = attempt(make)
+    ours = words(0 if changes is None else checksum_of(changes))
+    checksums = group.meet("plan", ours).numpy().ravel().tolist()
+    if problem is not None:
+        raise problem
+    assert changes is not None
+    different = [rank for rank, other in enumerate(checksums) if other != checksums[0]]
+    if different:
+        raise ValueError(
+            f"balancer: renew gave another placement on rank {different[0]} than on rank 0, or failed on one "
+            "of them; let it depend on nothing but its arguments"
+        )
     return changes
 
 

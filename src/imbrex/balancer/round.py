@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import Tensor
 from imbrex.balancer.channel import Channel
 from imbrex.balancer.migration import Change
 from imbrex.balancer.protocol import Standing, Vote
+from imbrex.balancer.renewal import checksum_of
 from imbrex.runtime.words import words
 
 
@@ -43,8 +43,7 @@ class Round:
         """A checksum of the placements planned, once ready: ranks whose plans differ must not switch."""
         if self.vote != Vote.READY:
             return 0
-        text = repr([(c.layer, c.new.slots) for c in self.future.result().changes])
-        return zlib.crc32(text.encode()) + 1
+        return checksum_of(self.future.result().changes)
 
 
 def migrate(
