@@ -153,6 +153,8 @@ def test_the_layer_stands_wherever_theirs_did(door: Any) -> None:
     assert older.submodules.mlp.module is TheirLayer
     with pytest.raises(ValueError, match="the spec has no MoELayer of Megatron's"):
         door.with_imbrex(dense)
+    with pytest.raises(ValueError, match="with_imbrex: there is no setting 'transprot'; use transport, codec"):
+        door.with_imbrex(block, transprot="alltoall")
 
 
 def test_what_is_not_there_is_refused(door: Any) -> None:

@@ -58,6 +58,7 @@ REFUSED = {
 }
 """Settings of Megatron's dispatchers that imbrex does not have, and what to do instead."""
 EXTRA = "._extra_state"
+SETTINGS = "transport", "codec", "schedule", "experts", "timeout"
 
 
 def with_imbrex(spec: Any, **settings: Any) -> Any:
@@ -65,8 +66,11 @@ def with_imbrex(spec: Any, **settings: Any) -> Any:
     `MoELayer`; the given spec is not changed. settings: `transport`, `codec`, `schedule`, `experts`,
     `timeout`.
 
-    Raises ValueError if the spec has no `MoELayer`.
+    Raises ValueError if the spec has no `MoELayer`, or for a setting of another name.
     """
+    unknown = sorted(set(settings) - set(SETTINGS))
+    if unknown:
+        raise ValueError(f"with_imbrex: there is no setting {unknown[0]!r}; use {', '.join(SETTINGS)}")
     ours = _exchanged(spec, settings)
     if ours is spec:
         raise ValueError(

@@ -13,7 +13,7 @@ import operator
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol, SupportsIndex
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,14 +32,15 @@ MOST_TOKENS = "num_max_dispatch_tokens_per_rank"
 """A setting: tokens of a rank that there is to be room for, whatever comes."""
 DTYPE = "the dtype of rows"
 DTYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}, key=str)
-"""Dtypes by the numbers that ranks compare."""
+NUMBERS = {kind: number for number, kind in enumerate(DTYPES)}
+"""Dtypes and the numbers that ranks compare."""
 
 
 def kind_of(rows_ND: Tensor, beside: Tensor | None, route: Any) -> dict[str, int]:
     """The settings of a combine that must be alike on every rank."""
     return {
         "the width of rows": rows_ND.shape[1],
-        DTYPE: DTYPES.index(rows_ND.dtype),
+        DTYPE: NUMBERS[rows_ND.dtype],
         "what goes home beside them": 0 if beside is None else 1 + sum(beside.shape[1:]),
         **dispatch_of(route),
     }
@@ -48,7 +49,7 @@ def kind_of(rows_ND: Tensor, beside: Tensor | None, route: Any) -> dict[str, int
 def kind_of_rows(columns: Sequence[Tensor]) -> dict[str, int]:
     """The settings of a dispatch that must be alike; none are told of rows that are wrong."""
     sizes = [column.shape[1] * column.dtype.itemsize for column in columns]
-    return {"the bytes of a row": sum(sizes), DTYPE: DTYPES.index(columns[0].dtype) if columns else -1}
+    return {"the bytes of a row": sum(sizes), DTYPE: NUMBERS[columns[0].dtype] if columns else -1}
 
 
 def dispatch_of(route: Any) -> dict[str, int]:
@@ -290,7 +291,8 @@ class BackendBase:
 
     def note_of(self, call: str, settings: Mapping[str, int]) -> int:
         """A number that is another one for another call, or other settings."""
-        return zlib.crc32(repr((call, list(settings), words(*settings.values()).tolist())).encode())
+        numbers = [operator.index(number).to_bytes(8, "little", signed=True) for number in settings.values()]
+        return zlib.crc32(b"".join(numbers), zlib.crc32(f"{call}: {', '.join(settings)}".encode()))
 
     def raise_difference(self, call: str, settings: Mapping[str, int]) -> None:
         """Raise ValueError on every rank, whose notes differ: with both calls, or the setting. Messages of
@@ -324,7 +326,7 @@ class BackendBase:
 
 def why_not_whole(name: str, number: Any, least: int) -> str:
     """Say that a number is not a whole one, or too small, or nothing."""
-    if isinstance(number, SupportsIndex) and least <= operator.index(number) < 2**31:
+    if hasattr(number, "__index__") and least <= operator.index(number) < 2**31:
         return ""
     return f"{name} is {number}; give a whole number from {least}"
 

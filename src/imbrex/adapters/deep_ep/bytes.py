@@ -101,7 +101,8 @@ class BytesBackend(BackendBase):
         return gathered[:, -self.world_size :], gathered[:, -self.world_size - 1].tolist()
 
     def meet(self, call: str, problem: str, settings: dict[str, int]) -> None:
-        self._tell(call, problem, settings, words(*[0] * (1 + self.world_size)))
+        if self.world_size > 1 or problem:
+            self._tell(call, problem, settings, words(*[0] * (1 + self.world_size)))
 
     def _tell(self, call: str, problem: str, settings: Mapping[str, int], tail: Tensor) -> Tensor:
         """The first message of every call, as long in all, so that ranks that make different ones hear of it:
