@@ -153,7 +153,9 @@ def test_the_layer_stands_wherever_theirs_did(door: Any) -> None:
     assert older.submodules.mlp.module is TheirLayer
     with pytest.raises(ValueError, match="the spec has no MoELayer of Megatron's"):
         door.with_imbrex(dense)
-    with pytest.raises(ValueError, match="with_imbrex: there is no setting 'transprot'; use transport, codec"):
+    with pytest.raises(
+        ValueError, match="with_imbrex: there is no setting 'transprot'; use transport, codec"
+    ):
         door.with_imbrex(block, transprot="alltoall")
 
 
