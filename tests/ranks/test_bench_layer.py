@@ -70,6 +70,7 @@ def test_a_codec_shows_its_error_and_its_bytes_with_tensor_ranks(tmp_path: Path)
         (["--tp", "3", "--ranks", "3", "--model", "8,8,4,2", "--scale", "1"], "--tp 3 does not divide"),
         (["--json", "/nowhere/at/all.json"], "its folder is missing"),
         (["--json", "/tmp"], "/tmp: that is no file that can be written"),
+        (["--json", ""], "that is no file that can be written"),
         (["--seed", "9223372036854775808"], "--seed is 9223372036854775808: give 0 to"),
     ],
 )

@@ -253,6 +253,7 @@ def test_no_graph_is_a_lever_where_there_are_none(tmp_path: Path) -> None:
         (["--train", "2"], "--train 2: the demo's model is trained"),
         (["--json", "/nowhere/at/all.json"], "its folder is missing"),
         (["--json", "/tmp"], "that is no file"),
+        (["--report", ""], "that is no file"),
         (["--report", "/tmp"], "that is no file"),
         (["--json", "/dev/full"], "that is no file"),
         (["--report", "/dev/full"], "that is no file"),

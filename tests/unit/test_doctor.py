@@ -112,7 +112,8 @@ def test_links_are_read_from_the_topology(monkeypatch: pytest.MonkeyPatch) -> No
     assert "  gpu 0 - gpu 1: NV18" in doctor._lines(report)
 
 
-def test_a_wrong_timeout_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("seconds", ["0", "nan", "inf"])
+def test_a_wrong_timeout_is_refused(capsys: pytest.CaptureFixture[str], seconds: str) -> None:
     with pytest.raises(SystemExit):
-        main(["doctor", "--timeout", "0"])
-    assert "give a number of seconds above 0" in capsys.readouterr().err
+        main(["doctor", "--timeout", seconds])
+    assert "is not a number of seconds above 0" in capsys.readouterr().err

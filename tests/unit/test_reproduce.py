@@ -159,6 +159,7 @@ def test_a_text_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[
         (["schemoe-figure-8", "--data", "a"], "schemoe-table-4 reads no text; leave --data out, or ask for"),
         (["schemoe-table-6", "--rounds", "2"], "schemoe-table-6 times nothing; leave --rounds out"),
         (["schemoe-table-1", "--out", __file__], "cannot be made (File exists); give another --out"),
+        (["schemoe-table-1", "--out", ""], "--out is empty: give a folder"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_measured(

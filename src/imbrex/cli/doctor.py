@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from imbrex.bench.machine import devices, links, versions
+from imbrex.runtime.waits import timeout_seconds
 
 ROOMS = {"transport": "transports", "codec": "codecs", "strategy": "strategies"}
 
@@ -25,8 +26,7 @@ def run(args: argparse.Namespace) -> int:
     """Exit code 0 where all that the processor needs works, else 1; what needs a GPU never fails it."""
     from imbrex.testing.trials import try_everything
 
-    if not args.timeout > 0:
-        raise ValueError(f"--timeout is {args.timeout:g}: give a number of seconds above 0")
+    args.timeout = timeout_seconds(args.timeout)
     report: dict[str, Any] = {"versions": versions(), "devices": devices(), "links": links()}
     rows: list[dict[str, Any]] = []
 

@@ -30,9 +30,8 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write("".join(f"{name:22} {about}\n" for name, about in listed))
         sys.stdout.write("\n" + "\n".join(papers.list_papers()) + "\n")
         return 0
-    folder = Path(args.out)
     check_file("results", args.results)
-    _make(folder)
+    folder = _make(args.out)
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     try:
         settings = {"full": args.full, "rounds": args.rounds, "data": tuple(args.data)}
@@ -54,11 +53,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _make(folder: Path) -> None:
+def _make(out: str) -> Path:
     """Make the folder before anything is measured, since measuring takes minutes."""
+    if not out.strip():
+        raise ValueError("--out is empty: give a folder")
+    folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
             f"reproduce: {folder} cannot be made ({error.strerror}); give another --out"
         ) from None
+    return folder

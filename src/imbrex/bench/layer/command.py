@@ -91,7 +91,7 @@ def check(args: argparse.Namespace) -> None:
     overlap.make(args.schedule)
     pick_implementation(args.experts)
     args.timeout = timeout_seconds(args.timeout)
-    if args.json:
+    if args.json is not None:
         from imbrex.bench.results import check_file, check_results
 
         check_file("json", args.json)

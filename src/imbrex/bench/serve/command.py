@@ -168,7 +168,7 @@ def _check_files(args: argparse.Namespace) -> None:
 
     for name in ("json", "report"):
         path = getattr(args, name)
-        if not path:
+        if path is None:
             continue
         check_file(name, path, **({"json": args.json} if name == "report" else {}))
         # Of a pipe or a device nothing is read, and none is replaced.
