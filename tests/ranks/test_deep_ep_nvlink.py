@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from imbrex.adapters.deep_ep import Buffer, HybridEPBuffer, opening
+from imbrex.kernels.exchange import NvlinkExchange
 from tests.emulated import kernel
 from tests.ranks import test_deep_ep, test_deep_ep_hybrid, test_deep_ep_megatron
 from tests.ranks.emulated_nvlink import EmulatedNvlink
@@ -114,3 +115,29 @@ def test_sizes_that_differ_are_compared_before_kernels_wait(nvlink: Any) -> None
     assert first == second
     assert "pad_multiple: 1 on rank 0, 2 on rank 1" in first[0]
     assert "the number of choices: 1 on rank 0, 2 on rank 1" in first[1]
+
+
+def run_uncopied(ranks: Ranks) -> list[bool]:
+    """Whether kernels read the rows where the program has them, and sum those at an odd address alike."""
+    buffer: Any = Buffer(ranks.group)
+    x_TD, ids_TK, weights_TK = test_deep_ep.draw(ranks.rank)
+    rows, *_, handle, _ = test_deep_ep.dispatch(buffer, x_TD, ids_TK, weights_TK)
+    _, _, blocks, _, _ = buffer.low_latency_dispatch(x_TD, ids_TK, 8, test_deep_ep.E, use_fp8=False)
+    given_eMD = torch.ones(test_deep_ep.E // 2, 16, test_deep_ep.D).bfloat16()
+    read, theirs = [], NvlinkExchange.combine
+    odd = torch.cat([rows.new_zeros(1), rows.flatten()])[1:].view_as(rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            NvlinkExchange,
+            "combine",
+            lambda self, given, *a, **k: read.append(given.data_ptr()) or theirs(self, given, *a, **k),
+        )
+        sums = buffer.combine(rows, handle)[0]
+        buffer.low_latency_combine(given_eMD, ids_TK, weights_TK, blocks)
+        again = buffer.combine(odd, handle)[0]
+    assert read[:2] == [rows.data_ptr(), given_eMD.data_ptr()]
+    return [odd.data_ptr() % 16 > 0, read[2] % 16 == 0, torch.equal(sums, again)]
+
+
+def test_sums_copy_no_rows_that_lie_right(nvlink: Any) -> None:
+    assert nvlink.run(2, run_uncopied) == [[True] * 3] * 2

@@ -248,7 +248,8 @@ class TheirExperts:
         rows_RD, num_rows = dispatched.rows_RD, int(counts_e.sum())
         out_RD, bias = self.experts(rows_RD[:num_rows], counts_e, dispatched.handle.weights_R[:num_rows])
         assert bias is None, "Megatron's MoELayer takes no bias either"
-        return F.pad(out_RD, (0, 0, 0, rows_RD.shape[0] - num_rows))
+        missing = rows_RD.shape[0] - num_rows
+        return F.pad(out_RD, (0, 0, 0, missing)) if missing else out_RD
 
 
 class Handing(MoETokenDispatcher):

@@ -10,8 +10,7 @@ Data flow over NVLink: a kernel routes, torch moves its positions into the block
 where they are to where they are returned; no copy, and no word with the host. On the way back a kernel takes
 the weights to the experts' ranks, which DeepEP brings rows home for, and another sums: in float32 on every
 rank, rounded to bfloat16 to cross, in float32 at home. Nothing is left for a receive hook to do.
-A CUDA graph is to capture both calls, behind one that was not captured, which makes the heap; no GPU has run
-them yet.
+A CUDA graph can capture both calls, behind one that was not captured, which makes the heap.
 """
 
 from __future__ import annotations

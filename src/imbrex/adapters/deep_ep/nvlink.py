@@ -242,14 +242,13 @@ class NvlinkBackend(BackendBase):
     ) -> Tensor:
         """A column of a token to its rows [R, ...]; those whose `source_R`, if given, is -1 are zero."""
         size = column.shape[1] * column.dtype.itemsize
-        if size % nvlink.ROW_MULTIPLE == 0 and num_rows and column.is_contiguous():
+        if size % nvlink.ROW_MULTIPLE == 0 and num_rows and column is in_pieces(column):
             out = torch.empty(num_rows, column.shape[1], dtype=column.dtype, device=column.device)
             self._kernels(link).pull(column, routed, self.transport.sms.dispatch, out)
             if source_R is not None and not (link.full and link.compact.routed is routed):
                 clear_rows(out.view(torch.uint8), source_R)
             return out
-        encoded = as_bytes(column)
-        encoded = F.pad(encoded, [0, -size % nvlink.ROW_MULTIPLE]).contiguous()
+        encoded = in_pieces(as_bytes(column))
         # Peers pull from here also where nothing comes.
         out = encoded.new_empty(1, max(num_rows, 1), encoded.shape[1])
         self._kernels(link).pull(encoded, routed, self.transport.sms.dispatch, out)
@@ -297,7 +296,7 @@ class NvlinkBackend(BackendBase):
             return y_TD.to(rows_RD.dtype) if rounded else y_TD, home_TK
         width = rows_RD.shape[1]
         assert 2 * width <= link.size.row_bytes
-        padded_RD = F.pad(rows_RD, [0, -width % (nvlink.ROW_MULTIPLE // 2)]).contiguous()
+        padded_RD = in_pieces(rows_RD)
         numbers = None
         if values is not None:
             home_TK = values.new_empty(link.num_tokens, link.size.choices, dtype=torch.float32)
@@ -475,13 +474,13 @@ class NvlinkBackend(BackendBase):
         choices = self._choose(inputs, record.config.num_experts, "")
         ids_TK, weights_TK = choices.ids_TK, choices.weights_TK
         assert weights_TK is not None
-        fewer = [0, link.size.choices - ids_TK.shape[1]]
-        routed = kernels.route(F.pad(ids_TK, fewer, value=-1), F.pad(weights_TK, fewer))
+        if fewer := link.size.choices - ids_TK.shape[1]:
+            ids_TK, weights_TK = F.pad(ids_TK, [0, fewer], value=-1), F.pad(weights_TK, [0, fewer])
+        routed = kernels.route(ids_TK, weights_TK)
         position = permutation.position_NK.view_as(routed.position_LWTK).int()
         width = rows_RD.shape[1]
-        padded_RD = F.pad(rows_RD, [0, -width % (nvlink.ROW_MULTIPLE // 2)])
         y_TD = kernels.combine(
-            padded_RD[None],
+            in_pieces(rows_RD)[None],
             routed.with_position(position),
             num_sms=self.transport.sms.combine,
             num_tokens=link.num_tokens,
@@ -498,6 +497,16 @@ class NvlinkBackend(BackendBase):
 @functools.lru_cache(maxsize=64)
 def _placement(num_experts: int, ranks: int) -> contracts.Placement:
     return contiguous(num_experts, ranks)
+
+
+def in_pieces(rows_RD: Tensor) -> Tensor:
+    """Rows as kernels load them, 16 bytes at a time: these if they lie so, else a copy, with zeros up
+    to a multiple. `F.pad` copies also where there is nothing to add."""
+    missing = -rows_RD.shape[1] * rows_RD.dtype.itemsize % nvlink.ROW_MULTIPLE
+    if missing:
+        return F.pad(rows_RD, [0, missing // rows_RD.dtype.itemsize]).contiguous()
+    rows_RD = rows_RD.contiguous()
+    return rows_RD.clone() if rows_RD.data_ptr() % nvlink.ROW_MULTIPLE else rows_RD
 
 
 def pick(values: Tensor, position: Tensor) -> Tensor:
