@@ -61,4 +61,20 @@ LAUNCHES = [
         'files="TMPDIR"',
         ("unit/test_reader.py::test_a_full_disk_of_ranks_names_what_the_command_has",),
     ),
+    Fault(
+        "few-choices-by-old-weights",
+        "exchange/alone_recorded.py",
+        "a rank alone repeats launches with weights that have moved since",
+        "key = size, piece.data_ptr(), gate_up_eGD.data_ptr(), down_eDF.data_ptr()",
+        "key = size, piece.data_ptr(), gate_up_eGD.data_ptr()",
+        ("unit/test_alone_dispatcher.py::test_few_choices_are_launched_from_a_record",),
+    ),
+    Fault(
+        "few-choices-lose-a-gradient",
+        "exchange/alone_recorded.py",
+        "a shared expert that alone is trained gets no gradient of few tokens",
+        "differentiated(x_TD, weights_TK, *weights, added_TD)",
+        "differentiated(x_TD, weights_TK, *weights)",
+        ("unit/test_alone_dispatcher.py::test_calls_that_no_record_serves",),
+    ),
 ]

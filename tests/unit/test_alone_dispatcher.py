@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 import imbrex
 from imbrex.contracts import Dispatched, Routing, RowForm
-from imbrex.exchange import alone
+from imbrex.exchange import alone, alone_recorded
 from imbrex.exchange.alone import STATE, AloneDispatcher
 from imbrex.exchange.exchange import Exchange
 from imbrex.experts.experts import Experts
@@ -215,7 +217,7 @@ def by_steps(layer: imbrex.MoELayer, x: torch.Tensor) -> torch.Tensor:
     dispatched = layer.exchange.dispatch(x, layer.routing)
     weights = layer.experts.gate_up_proj, layer.experts.down_proj, dispatched.counts_e
     out_RD = ffn.ffn(dispatched.rows_RD, *weights, weights_R=dispatched.handle.weights_R)
-    added = None if layer.shared_expert is None else layer._shared(x)
+    added = None if layer.shared_expert is None else layer._shared_output(x)
     return layer.exchange.combine(out_RD, dispatched.handle, added, weighted=True)
 
 
@@ -299,3 +301,61 @@ def test_one_graph_serves_layers_of_unlike_numbers_of_experts(monkeypatch: pytes
         y = layer(x)
         layer.compile(backend="aot_eager", fullgraph=True)
         assert torch.equal(layer(x), y)
+
+
+@pytest.fixture
+def of_kernels(monkeypatch: pytest.MonkeyPatch) -> imbrex.MoELayer:
+    """A layer whose experts kernels compute, with a shared one; memory comes back as a GPU's does."""
+    monkeypatch.setattr(Experts, "unchanged", True)
+    again = functools.cache(lambda nbytes, device: torch.empty(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(alone_recorded, "new_piece", again)
+    monkeypatch.setattr(alone_recorded, "launch_all", lambda launches: [each.launch() for each in launches])
+    shared = imbrex.SharedExperts(intermediate_size=8)
+    config = imbrex.MoEConfig(hidden_size=64, intermediate_size=64, num_experts=5, top_k=3, shared=shared)
+    torch.manual_seed(1)
+    layer = imbrex.MoELayer(config, dtype=torch.bfloat16)
+    layer.experts.implementation, layer.experts.one_launch = "kernels", False  # that is not emulated here
+    return layer
+
+
+def test_few_choices_are_launched_from_a_record(
+    monkeypatch: pytest.MonkeyPatch, of_kernels: imbrex.MoELayer
+) -> None:
+    """Other tokens, masks, values of weights and their places: the bits of single steps."""
+    layer, made = of_kernels, []
+    record = alone_recorded._record
+    monkeypatch.setattr(alone_recorded, "_record", lambda *call: made.append(1) or record(*call))
+    with torch.no_grad():
+        for tokens, records in ((5, 1), (5, 1), (7, 2), (5, 2), (7, 2)):
+            x = torch.randn(64, tokens).bfloat16().t()  # as torch gives them, not as kernels take them
+            assert torch.equal(layer(x), by_steps(layer, x))
+            assert len(made) == records
+        x, kept_TK = torch.randn(5, 64).bfloat16(), torch.rand(5, 3) < 0.6
+        first = layer(x, kept_TK=kept_TK)
+        assert torch.equal(layer(x, kept_TK=kept_TK), first)
+        assert not torch.equal(layer(x), first)
+        layer.experts.down_proj.mul_(2)
+        assert torch.equal(layer(x), by_steps(layer, x))
+        assert len(made) == 2
+        layer.experts.down_proj.data = layer.experts.down_proj.data.clone()
+        assert torch.equal(layer(x), by_steps(layer, x))
+        assert len(made) == 3
+        assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+        with pytest.raises(ValueError, match="last size 32"):
+            layer(x[:, :32].contiguous())
+
+
+def test_calls_that_no_record_serves(monkeypatch: pytest.MonkeyPatch, of_kernels: imbrex.MoELayer) -> None:
+    """With gradients, of a shared expert alone too; of many choices; none."""
+    layer = of_kernels
+    monkeypatch.setattr(alone_recorded, "_record", lambda *_: pytest.fail("recorded"))
+    layer(torch.randn(5, 64).bfloat16())
+    layer.requires_grad_(False)
+    assert layer.shared_expert is not None
+    layer.shared_expert.requires_grad_()
+    layer(torch.randn(5, 64).bfloat16()).float().sum().backward()
+    assert all(p.grad is not None for p in layer.shared_expert.parameters())
+    monkeypatch.setattr(alone, "MOST_FEW", 14)
+    with torch.no_grad():
+        layer(torch.randn(5, 64).bfloat16())
+        layer(torch.randn(0, 64).bfloat16())

@@ -31,6 +31,7 @@ from imbrex.contracts import (
 )
 from imbrex.exchange import plan, rows
 from imbrex.exchange.agreement import explain, find_problem
+from imbrex.exchange.alone_recorded import FewRecorder, serves_few
 from imbrex.exchange.dispatcher import DispatcherBase, nothing_to_move
 from imbrex.exchange.layer_op import layer_alone
 from imbrex.exchange.nvlink_fit import DTYPE, why_not_dtype
@@ -80,6 +81,7 @@ class AloneDispatcher(DispatcherBase):
     def __init__(self, geometry: Geometry, general: Dispatcher, observer: Listener, layer: int) -> None:
         super().__init__(geometry, observer, layer)
         self.general = general
+        self.few = FewRecorder()
 
     @property
     def family(self) -> Sequence[Any]:
@@ -114,16 +116,25 @@ class AloneDispatcher(DispatcherBase):
     def run_whole(
         self, x_TD: Tensor, routing: Routing, experts: Experts, addend: Callable[[], Tensor] | None
     ) -> Tensor | None:
-        """Run the layer as one operator (`layer_alone`) while a call without gradients is compiled. `None`
-        otherwise: the caller then runs the single steps."""
-        if not torch.compiler.is_compiling() or torch.is_grad_enabled() or not self.serves(x_TD):
+        """Run a call without gradients whole: of few choices from a record (`FewRecorder`), and while it is
+        compiled as one operator (`layer_alone`). `None` otherwise: the caller then runs the single steps."""
+        compiling = torch.compiler.is_compiling()
+        if torch.is_grad_enabled() if compiling else not _is_few(routing.weights_TK):
+            return None
+        if self.observer.enabled or not self.serves(x_TD):
             return None
         own = weights_of_kernels(experts)
-        if own is None or self.observer.enabled or any(weight.dtype != x_TD.dtype for weight in own[:2]):
+        if own is None or any(weight.dtype != x_TD.dtype for weight in own[:2]):
             return None
-        *weights, one_launch = own
-        added_TD = None if addend is None else addend()
-        return layer_alone(x_TD, routing, added_TD, (weights[0], weights[1]), self.key, one_launch)
+        weights, one_launch = own[:2], own[2]
+        if compiling:
+            added_TD = None if addend is None else addend()
+            return layer_alone(x_TD, routing, added_TD, weights, self.key, one_launch)
+        self.agree([(x_TD, routing)])
+        tokens, added_TD = (x_TD, routing.ids_TK, routing.weights_TK), None if addend is None else addend()
+        if not serves_few(tokens, weights, added_TD):
+            return None
+        return self.few.run(tokens, weights, one_launch, added_TD)
 
     def beside(self, chunks: int, *, in_turn: bool = False) -> Dispatcher:
         """The dispatcher for chunks is `general`: on one rank nothing moves, so its kernels gain nothing

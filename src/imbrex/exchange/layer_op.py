@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.library import Library, custom_op, register_fake
 
 from imbrex.contracts import Routing, RowForm
+from imbrex.exchange.alone_recorded import serves_few
 from imbrex.exchange.autograd import complete, dispatcher_by, sizes_of_run
 from imbrex.kernels.exchange.lease import Staged
 from imbrex.kernels.ffn.ffn import Saved, can_bring_gradient, ffn_gradients, run_ffn
@@ -203,17 +204,19 @@ def _run_alone(
     key: int,
     one_launch: bool | None,
 ) -> Tensor:
-    dispatcher = dispatcher_by(key)
+    dispatcher: Any = dispatcher_by(key)
     (plan,) = dispatcher.agree([(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))])
+    tokens, own = (x_TD, ids_TK, weights_TK), (gate_up_eGD, down_eDF)
+    if serves_few(tokens, own, addend_TD):
+        return dispatcher.few.run(tokens, own, one_launch, addend_TD)
     form = dispatcher.form_of((RowForm.INDEXED, RowForm.ROWS), x_TD, weights_TK)
     rows_RD, weights_R, counts_e, state, beside = complete(dispatcher.dispatch(plan, x_TD, weights_TK, form))
-    weights = gate_up_eGD, down_eDF, counts_e
     if form is RowForm.INDEXED:
-        rows_RD = ffn_in_place(rows_RD, beside, *weights, weights_R=weights_R)
+        rows_RD = ffn_in_place(rows_RD, beside, *own, counts_e, weights_R=weights_R)
     else:
         if isinstance(beside, Groups):
             beside.one_launch = one_launch
-        rows_RD = run_ffn(rows_RD, *weights, weights_R, False, None, beside)[0]
+        rows_RD = run_ffn(rows_RD, *own, counts_e, weights_R, False, None, beside)[0]
     addend: Any = None if addend_TD is None else lambda: addend_TD
     return complete(dispatcher.combine(rows_RD, None, state, x_TD.shape[0], addend))
 

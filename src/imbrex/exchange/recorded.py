@@ -34,7 +34,7 @@ from imbrex.exchange.autograd import StartedCrossing
 from imbrex.exchange.kernel_dispatcher import KernelDispatcher
 from imbrex.exchange.nvlink_fit import DTYPE, Part, is_coded, row_capacity_for, why_not_whole
 from imbrex.exchange.one_kernel import about_one_kernel, why_apart
-from imbrex.exchange.recorded_memory import Memory, Scratch, memory_of, parts_of, scratch_of
+from imbrex.exchange.recorded_memory import Memory, Scratch, memory_of, new_piece, parts_of, scratch_of
 from imbrex.experts.experts import surely_fit
 from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.exchange import NvlinkExchange
@@ -113,12 +113,6 @@ Call = tuple[NvlinkExchange, Part, Pattern]
 
 def _sizes(shape: lay.Shape) -> Sizes:
     return Sizes(1, shape.ranks, shape.choices, shape.most_slots)
-
-
-def new_piece(nbytes: int, device: torch.device) -> Tensor:
-    """Allocate a piece of memory: with a caching allocator mostly that of the last call, or of the layer
-    before."""
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def new_gradient(weight: Tensor) -> Tensor:

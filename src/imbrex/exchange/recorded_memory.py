@@ -72,6 +72,12 @@ class Scratch(NamedTuple):
     nbytes: int
 
 
+def new_piece(nbytes: int, device: torch.device) -> Tensor:
+    """Allocate a piece of memory: with a caching allocator mostly that of the last call, or of the layer
+    before."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
 def memory_of(
     sizes: Sizes, tokens: int, rows: int, room: int, weights: tuple[int, int, int], *, keep: bool
 ) -> Memory:
@@ -91,8 +97,8 @@ def memory_of(
         (DTYPE, (room, width)),
     ]
     first = len(parts) - 2 * keep
-    places, nbytes = _places(parts[:first], 0)
-    others, more = _places(parts[first:], 1)
+    places, nbytes = places_of(parts[:first], 0)
+    others, more = places_of(parts[first:], 1)
     return Memory(*places, *others, nbytes=(nbytes, more)[: 1 + keep], tokens=tokens)
 
 
@@ -101,11 +107,11 @@ def scratch_of(memory: Memory, down_eDF: Tensor) -> Scratch:
     (room, inner), width = memory.act.shape, memory.out.shape[1]
     parts = parts_of_weights(room, down_eDF)
     floats = ((torch.float32, (parts, room)), (torch.float32, (room,)))
-    places, nbytes = _places([(DTYPE, (room, width)), (DTYPE, (room, inner)), *floats], 0)
+    places, nbytes = places_of([(DTYPE, (room, width)), (DTYPE, (room, inner)), *floats], 0)
     return Scratch(*places, nbytes=nbytes)
 
 
-def _places(tensors: Sequence[tuple[torch.dtype, tuple[int, ...]]], piece: int) -> tuple[list[Place], int]:
+def places_of(tensors: Sequence[tuple[torch.dtype, tuple[int, ...]]], piece: int) -> tuple[list[Place], int]:
     """Places of tensors behind one another, and their bytes."""
     places, nbytes = [], 0
     for dtype, shape in tensors:

@@ -11,6 +11,7 @@ record knows that they are. Only what is given to `note` is on a tape.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -30,12 +31,15 @@ class Noted(NamedTuple):
 
     def again(self, blanks: Mapping[tuple[int, str], int] | None = None) -> Any:
         """Something to `launch`, with addresses in the order of the numbers of `blanks`: by the place of the
-        argument, a struct, and the name of its field, nested ones behind points."""
+        argument, a struct, and the name of its field, nested ones behind points; or of a tensor, and no
+        name."""
         if not blanks:
             return self.kernel.prepare(args=self.args, **self.how)
         places = sorted(blanks, key=lambda place: blanks[place])
-        words = [(number, word_of(type(self.args[number]), name)) for number, name in places]
-        return self.kernel.blank(args=self.args, words=words, **self.how)
+        tensors = {number for number, name in places if not name}
+        args = [ctypes.c_uint64() if number in tensors else arg for number, arg in enumerate(self.args)]
+        words = [(number, word_of(type(args[number]), name) if name else 0) for number, name in places]
+        return self.kernel.blank(args=args, words=words, **self.how)
 
 
 @contextmanager

@@ -181,23 +181,21 @@ def sum_rows(
     addend_TD: Tensor | None = None,
     *,
     early: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Sums every token's rows, times their weights (float32), in fp32 and in order of k: bf16 [T, D].
-    position_TK: int64; -1 adds none.
+    """Sums every token's rows, times their weights (float32), in fp32 and in order of k: bf16 [T, D], in
+    `out` where given. position_TK: int64; -1 adds none.
 
     count: int32 [1] on the device; tokens from it on are neither read nor written. addend_TD: contiguous, the
     last of a token's sum. early: whoever wrote `position_TK` has ended before the launch right before began.
     """
     tokens, choices = position_TK.shape
-    y_TD = rows_RD.new_empty(tokens, rows_RD.shape[1])
+    y_TD = rows_RD.new_empty(tokens, rows_RD.shape[1]) if out is None else out
     units, device = rows_RD.shape[1] // _UNIT, rows_RD.device
-    pieces = tokens * -(-units // 32)
-    _kernel("sum_rows" if choices > 4 else "sum_four_rows", device).launch(
-        grid=max(1, min(_blocks(device), -(-pieces * 32 // _THREADS))),
-        block=_THREADS,
-        args=[rows_RD, position_TK, weights_TK, count, tokens, choices, units, y_TD, addend_TD, int(early)],
-        dependent=True,
-    )
+    blocks = max(1, min(_blocks(device), -(-tokens * -(-units // 32) * 32 // _THREADS)))
+    args = [rows_RD, position_TK, weights_TK, count, tokens, choices, units, y_TD, addend_TD, int(early)]
+    how = {"grid": blocks, "block": _THREADS, "dependent": True}
+    records.launch(_kernel("sum_rows" if choices > 4 else "sum_four_rows", device), args, how)
     return y_TD
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from imbrex.kernels import records
 from imbrex.kernels.ffn.glue import hit_words
 from imbrex.kernels.jit import Kernel, Variant, load, why_not_portable
 from imbrex.runtime.tracing import asked_once
@@ -125,13 +126,20 @@ class FewRows:
     hits: Tensor
 
 
-def order_few(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: int, counters: int) -> FewRows:
+def order_few(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    experts: int,
+    counters: int,
+    into: FewRows | None = None,
+) -> FewRows:
     """Order and rows of at most `MOST_FEW` choices, in one launch that the next may begin beside. x_TD: bf16,
-    rows of a multiple of 16 bytes; the others as of `order_choices`."""
+    rows of a multiple of 16 bytes; the others as of `order_choices`. into: memory of what is returned."""
     ids_TK, weights_TK, device = ids_TK.contiguous(), weights_TK.contiguous(), ids_TK.device
     choices, width, top_k = ids_TK.numel(), x_TD.shape[1], ids_TK.shape[1]
     assert choices <= MOST_FEW
-    few = FewRows(
+    few = into or FewRows(
         rows_RD=x_TD.new_empty(choices, width),
         position_TK=torch.empty_like(ids_TK),
         choice_R=torch.empty(choices, dtype=torch.int64, device=device),
@@ -143,11 +151,11 @@ def order_few(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: int, co
     rounds, units = rounds_of(choices), width * x_TD.element_size() // 16
     results = few.rows_RD, few.position_TK, few.choice_R, few.weights_R, few.counts_e
     news = few.plan, counters, few.hits
-    _kernel("order_few", rounds, device).launch(
-        grid=min(COPIERS, -(-choices * -(-units // _PIECE) // _WARPS)),
-        block=_THREADS,
-        smem=4 * ((_WARPS + 2) * experts + 1 + choices),
-        args=[x_TD.contiguous(), ids_TK, weights_TK, choices, top_k, experts, units, *results, *news],
-        dependent=True,
+    args = [x_TD.contiguous(), ids_TK, weights_TK, choices, top_k, experts, units, *results, *news]
+    grid, shared = (
+        min(COPIERS, -(-choices * -(-units // _PIECE) // _WARPS)),
+        (_WARPS + 2) * experts + 1 + choices,
     )
+    how = {"grid": grid, "block": _THREADS, "smem": 4 * shared, "dependent": True}
+    records.launch(_kernel("order_few", rounds, device), args, how)
     return few
