@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import imbrex
 from imbrex import Routing
 from imbrex.cli import main
+from imbrex.observe import Recorder
 from imbrex.overlap import Auto, auto, profiler, tuner
 from imbrex.overlap.tuner import broadcast_text
 from imbrex.runtime.gradients import saves_elsewhere
@@ -44,7 +45,10 @@ def run_once(
         schedule = Auto(**settings)
         case = Case(config=SMALL, tokens=(tokens, 3), options={"transport": "alltoall", "schedule": schedule})
         layer = make_layer(case, ranks.group)
+        layer.exchange.observer = recorder = Recorder()
         layer(tokens_of(case, ranks.rank))
+        (loads,) = [value for (name, _), value in recorder.take_counters().items() if name == "expert_load"]
+        assert sum(loads) == len(tokens_of(case, ranks.rank)) * SMALL.top_k, "what is timed is not counted"
         return len(counted), layer.reasons["schedule"]
 
 

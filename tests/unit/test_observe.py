@@ -183,6 +183,28 @@ def test_board_keeps_the_phase_that_raised(tmp_path):
     assert read_board(tmp_path)[0].name == "combine", "leaving a span restores the phase before it"
 
 
+def test_a_name_that_is_cut_off_can_be_read(tmp_path):
+    """Within a letter of two bytes."""
+    PhaseBoard(tmp_path, 0).write("a" + "ä" * 16)
+    assert read_board(tmp_path)[0].name.startswith("a" + "ä" * 15)
+
+
+def test_steps_that_nobody_ends_do_not_grow(monkeypatch):
+    monkeypatch.setattr("imbrex.observe.recorder.MOST_PENDING", 4)
+    recorder = Recorder(keep_spans=0)
+    for _ in range(9):
+        with recorder.span("experts"):
+            pass
+    assert len(recorder._pending) == 4
+
+
+def test_layers_of_other_shapes_need_numbers_of_their_own():
+    recorder = Recorder()
+    recorder.count("expert_load", [1, 2], layer=0)
+    with pytest.raises(ValueError, match=r"expert_load at .* had shape \[2\] and has \[3\]; give layers"):
+        recorder.count("expert_load", [1, 2, 3], layer=0)
+
+
 def test_board_write_is_cheap(tmp_path):
     board = PhaseBoard(tmp_path, 0)
     took_ms = []

@@ -112,6 +112,7 @@ def test_an_expert_that_is_at_home_is_not_fetched_from_afar() -> None:
         (Target(num_ranks=4, slots=20, max_moves=3), None, "counted from an old plan"),
         (Target(num_ranks=4, slots=20), {}, "no layer 3"),
         (Target(num_ranks=4, slots=20, decay=2.0), None, "decay 2"),
+        (Target(num_ranks=4, slots=20, decay=0.5), None, "decay is of the even split"),
     ],
 )
 def test_bad_targets(target, old, says) -> None:

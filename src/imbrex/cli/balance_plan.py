@@ -24,7 +24,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, default=1, help="above 1, replicas stay inside a node (1)")
     parser.add_argument("--groups", type=int, default=1, help="groups of experts that stay on a node (1)")
     parser.add_argument("--split", default="balanced", help="replica split planned for: balanced or even")
-    parser.add_argument("--decay", type=float, default=1.0, help="weight of an iteration over the next's (1)")
+    decay = "with --split even: weight of an iteration over the next's (1)"
+    parser.add_argument("--decay", type=float, default=1.0, help=decay)
     parser.add_argument("--iterations", metavar="FIRST:END", help="only these iterations of the statistics")
     parser.add_argument(
         "--from", dest="old", metavar="PLAN", help="plan in use; experts that stay keep slots"

@@ -109,12 +109,12 @@ def read_board(directory: str | os.PathLike[str]) -> tuple[Phase, ...]:
             Phase(
                 rank=rank,
                 pid=pid,
-                host=host.rstrip(b"\0").decode(),
+                host=host.rstrip(b"\0").decode(errors="replace"),
                 started_s=started_ns / 1e9,
                 step=step,
                 layer=layer,
                 wall_s=wall_ns / 1e9,
-                name=name.rstrip(b"\0").decode(),
+                name=name.rstrip(b"\0").decode(errors="replace"),  # cut off, or half-written
             )
         )
     return tuple(phases)

@@ -17,6 +17,8 @@ from imbrex.observe.observer import Observer
 PHASES = ("route", "plan", "dispatch", "experts", "combine")
 """The phases of a layer, in the order a token meets them."""
 
+MOST_PENDING = 100_000
+"""Spans of one step at most; of more, the oldest are forgotten."""
 Where = tuple[tuple[str, int], ...]
 
 
@@ -55,7 +57,8 @@ class Recorder(Observer):
         self._board = board
         self._clock = _EventClock() if torch.device(device).type == "cuda" else _HostClock()
         self._counters: dict[tuple[str, Where], Any] = {}
-        self._pending: list[_OpenSpan] = []
+        # Of a step that nobody ends, too.
+        self._pending: deque[_OpenSpan] = deque(maxlen=max(keep_spans, MOST_PENDING))
         self._inside: _OpenSpan | None = None
         self._phase = ("start", -1)
         self._step = -1
@@ -73,6 +76,12 @@ class Recorder(Observer):
         if before is None:
             self._counters[key] = value.clone() if isinstance(value, torch.Tensor) else value
         else:
+            shapes = [list(v.shape) for v in (before, value) if isinstance(v, torch.Tensor)]
+            if len(shapes) == 2 and shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"Recorder: {name} at {where} had shape {shapes[0]} and has {shapes[1]}; give layers "
+                    "numbers of their own: MoELayer(layer=...)"
+                )
             self._counters[key] = before + value
 
     def phase(self, name: str, **where: int) -> None:

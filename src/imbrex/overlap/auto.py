@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from imbrex.contracts import Experts, Output, Roles, Routing, RowExchange, Strategy
+from imbrex.contracts import Experts, Listener, Output, Roles, Routing, RowExchange, Strategy
+from imbrex.observe import Observer
 from imbrex.overlap.decision import FUSED, SERIAL, Decision, Gains, roles_as_json, roles_of_json
 from imbrex.overlap.fused import Fused, run_in_graph, why_not_exchange, why_not_experts
 from imbrex.overlap.pipelined import find, parameters_of
@@ -124,7 +126,7 @@ class Auto:
         settings = {"fuses": why_not is None, "uses_files": self.keep}
         tuner = tuner_of(exchange, experts, x_TD, renews=self.renew, **settings)
         self._why_not_fused[exchange] = why_not or "another rank's experts cannot bring their rows"
-        with copies_for_timing(x_TD, routing) as inputs:
+        with copies_for_timing(x_TD, routing) as inputs, _unheard(exchange):
             layer = exchange, experts, *inputs
             roles = self._roles(tuner, layer) if tuner.subject["fuses"] else None
             stored = tuner.with_settings(self._settings()).load("schedule", Decision.of_json)
@@ -201,3 +203,27 @@ def copies_for_timing(x_TD: Tensor, routing: Routing) -> Iterator[tuple[Tensor, 
     with torch.inference_mode(False), torch.no_grad(), saving_here():
         x_TD, weights_TK, ids_TK = (t.clone() for t in (x_TD, routing.weights_TK, routing.ids_TK))
         yield x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK)
+
+
+class _Measurements(Observer):
+    """Tells another observer of measurements, and nothing of what they count: the caller's tokens would stand
+    in its counters as often as they were timed."""
+
+    def __init__(self, observer: Listener) -> None:
+        self.observer = observer
+
+    def span(self, name: str, **where: int) -> AbstractContextManager[Any]:
+        return self.observer.span(name, **where) if name == "measure" else super().span(name, **where)
+
+
+@contextmanager
+def _unheard(exchange: RowExchange) -> Iterator[None]:
+    """Keep what is timed from the observer of an exchange."""
+    before = [(dispatcher, dispatcher.observer) for dispatcher in exchange.dispatcher.family]
+    for dispatcher, observer in before:
+        dispatcher.observer = _Measurements(observer)
+    try:
+        yield
+    finally:
+        for dispatcher, observer in before:
+            dispatcher.observer = observer

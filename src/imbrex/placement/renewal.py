@@ -70,6 +70,11 @@ def plan_history(
     capacity = capacity_of(target.slots, target.num_ranks, history.num_experts)
     check_nodes(history.num_experts, capacity, target.num_nodes, target.num_groups)
     load_LE = history.load(target.decay)
+    if target.split == "balanced" and target.decay != 1:
+        raise ValueError(
+            "plan: decay is of the even split, and the balanced one is planned for every iteration alike; "
+            "leave it out, or give the last iterations alone"
+        )
     planned = {}
     for at, layer in enumerate(history.layers):
         if layers is not None and layer not in layers:
