@@ -164,4 +164,7 @@ def test_what_a_handle_has_already_is_refused() -> None:
     with pytest.raises(ValueError, match="with a handle"):
         buffer.dispatch(x_TD, ids_TK, handle=handle)
     assert ElasticBuffer.get_buffer_size_hint(None, 4, 8, 2) == 4 * (16 + 24)
+    sized = ElasticBuffer(None, num_max_tokens_per_rank=4, hidden=8, num_topk=2)
+    assert (sized.num_bytes, ElasticBuffer(None, 7).num_bytes) == (4 * (16 + 24), 7)
+    assert (sized.num_scaleout_ranks, sized.num_scaleup_ranks, sized.scaleup_rank_idx) == (1, 1, 0)
     assert sum(TOKENS) > MOST

@@ -128,7 +128,11 @@ class ElasticBuffer:
         self._backend = self._rows._backend
         self.group, self.explicitly_destroy = group, explicitly_destroy
         self.rank_idx, self.num_ranks = self._rows.rank, self._rows.group_size
-        self.num_bytes, self.num_cpu_bytes = num_bytes, num_cpu_bytes
+        # Programs compare it with a hint, to see whether a buffer will do.
+        hint = self.get_buffer_size_hint(group, num_max_tokens_per_rank, hidden, num_topk)
+        self.num_bytes, self.num_cpu_bytes = hint if num_bytes is None else num_bytes, num_cpu_bytes
+        self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
+        self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
         self.num_max_tokens_per_rank, self.hidden, self.num_topk = num_max_tokens_per_rank, hidden, num_topk
         self.use_fp8_dispatch, self.deterministic = use_fp8_dispatch, deterministic
         self.num_allocated_qps = num_allocated_qps
