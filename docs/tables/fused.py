@@ -23,6 +23,13 @@ WAYS = {
     "sums beside": "blocks",
     "gated idle warps, wire": "idle",
 }
+HELD = {
+    "imbrex-serial": "serial",
+    "imbrex-fused": "fused",
+    "imbrex-experts-alone": "experts alone",
+    "imbrex-serial-local": "serial, nothing crosses",
+    "imbrex-fused-local": "fused, nothing crosses",
+}
 FUSED_LOCAL = "imbrex-fused-local"
 """As many rows of every expert, all of its rank's own tokens."""
 FIRST = "imbrex-fused-others-first-"
@@ -242,6 +249,22 @@ def sustained() -> Table:
             gains = [_mean_ratio(by_way["before"], by_way.get(way, ())) for way in ("blocks", "idle")]
             lines.append([name, model, *cells, *gains])
     return Table(head=head, body=lines, rows=used)
+
+
+def held() -> Table:
+    """Forwards for seconds, one after the other: their time, what the card draws, and joules of a call."""
+    head = "model", "", "us", "W", "J of a call"
+    measured = last_run(select(read("fused"), op="forward, held"))
+    lines = [
+        [row["case"]["model"], HELD[row["impl"]], f"{row['mean_us']:.0f}", f"{row['watts']:.0f}", joules(row)]
+        for row in measured
+        if row["impl"] in HELD
+    ]
+    return Table(head=head, body=lines, rows=measured)
+
+
+def joules(row: Row) -> str:
+    return f"{row['joules']:.3f}"
 
 
 def _twice(found: Sequence[Row]) -> str:

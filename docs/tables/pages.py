@@ -55,6 +55,7 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
         "two H200": partial(fused.layer, "H200", 2),
         "four H100": partial(fused.layer, "H100", 4),
         "two H100": partial(fused.layer, "H100", 2),
+        "held": fused.held,
     },
     "docs/fused-kernels.md": {
         "rows out": fused.rows_out,
