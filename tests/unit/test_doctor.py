@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
+from multiprocessing.context import SpawnProcess
 
 import pytest
 import torch
@@ -88,8 +90,18 @@ def test_a_broken_piece_is_found_and_fails_the_command(
     assert "  -    wrong          cpu   ArithmeticError: off by 1.0e-03 of the largest value" in printed
 
 
-def test_ranks_that_do_not_answer_are_the_finding() -> None:
+def test_ranks_that_do_not_answer_are_the_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They begin where Ctrl-C, which ends the command and so them, is not theirs to hear."""
+    masks, start = [], SpawnProcess.start
+
+    def look(process: SpawnProcess) -> None:
+        start(process)
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+    monkeypatch.setattr(SpawnProcess, "start", look)
     found = trials.try_transports("cpu", timeout_s=0.01)
+    assert [signal.SIGINT in mask for mask in masks] == [True, True]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     assert [f.works for f in found] == [False] * len(TRANSPORTS)
     assert found[0].why == "a rank did not answer within 0.01 s"
 

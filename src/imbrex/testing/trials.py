@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing as mp
+import signal
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -212,13 +214,19 @@ def _ask_ranks(device: str, store: Path, timeout_s: float) -> list[dict[str, str
     """The report of each rank on each transport: nothing where it works; under `` what stopped the rank."""
     context = mp.get_context("spawn")
     pipes, processes = [], []
-    for rank in range(RANKS):
-        ours, theirs = context.Pipe()
-        arguments = (rank, device, str(store), timeout_s, theirs)
-        processes.append(context.Process(target=_be_a_rank, args=arguments, daemon=True))
-        processes[-1].start()
-        theirs.close()
-        pipes.append(ours)
+    # Ctrl-C ends this process, which ends them: they would each say so in a traceback.
+    resource_tracker.ensure_running()  # which lets SIGINT in again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        for rank in range(RANKS):
+            ours, theirs = context.Pipe()
+            arguments = (rank, device, str(store), timeout_s, theirs)
+            processes.append(context.Process(target=_be_a_rank, args=arguments, daemon=True))
+            processes[-1].start()
+            theirs.close()
+            pipes.append(ours)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     answers = [_answer(pipe, timeout_s) for pipe in pipes]
     for process, answer in zip(processes, answers, strict=True):
         process.join(0 if "" in answer else 5)
