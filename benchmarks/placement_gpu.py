@@ -133,9 +133,9 @@ class TwoExperts:
         self.turn, self.iterations, self.planned = 0, 0.0, 0.0
         opened = balancer._open
 
-        def open_round(training: bool) -> None:
+        def open_round(training: bool, waits: bool) -> None:
             self.iterations = balancer.tally.values["iterations"]
-            opened(training)
+            opened(training, waits)
 
         balancer._open = open_round
 

@@ -162,7 +162,7 @@ def run_beside_a_slow_compiler(ranks: Ranks, transport: str) -> list[Tensor]:
     """The last rank compiles for longer than a rank may be silent; later calls take no such time."""
     torch._dynamo.reset()
     schedule, _, transport = transport.rpartition(" over ")
-    moves = EmulatedNvlink(ranks.group, timeout=1.0) if transport == "nvlink" else transport
+    moves = EmulatedNvlink(ranks.group, timeout=2.0) if transport == "nvlink" else transport
     options = {"transport": moves, "timeout": 1.0, "schedule": schedule or "serial"}
     case = Case(config=WIDE, tokens=(5, 3), dtype=torch.bfloat16, options=options)
     layer = make_layer(case, ranks.group)
@@ -219,7 +219,7 @@ def run_beside_slow_experts(ranks: Ranks, transport: str) -> bool:
     """The last rank's experts compile for longer than a rank may be silent."""
     torch._dynamo.reset()
     experts = Compiled(1.5 * (ranks.rank == ranks.world_size - 1)).bfloat16()
-    moves = EmulatedNvlink(ranks.group, timeout=1.0) if transport == "nvlink" else transport
+    moves = EmulatedNvlink(ranks.group, timeout=2.0) if transport == "nvlink" else transport
     how: dict[str, Any] = {"transport": moves, "experts": experts, "dtype": torch.bfloat16, "timeout": 1.0}
     layer, outputs = imbrex.MoELayer(WIDE, ranks.group, **how), []
     x = torch.randn(5, WIDE.hidden_size, dtype=torch.bfloat16)
@@ -255,9 +255,9 @@ def test_a_lost_rank_that_compiles_is_named(pool: Pool) -> None:
 
 def die_compiling(ranks: Ranks, transport: str) -> None:
     """Rank 1 is killed in the middle of a compilation."""
-    moves = EmulatedNvlink(ranks.group, timeout=1.0) if transport == "nvlink" else transport
+    moves = EmulatedNvlink(ranks.group, timeout=2.0) if transport == "nvlink" else transport
     case = Case(
-        config=WIDE, tokens=(5, 3), dtype=torch.bfloat16, options={"transport": moves, "timeout": 1.0}
+        config=WIDE, tokens=(5, 3), dtype=torch.bfloat16, options={"transport": moves, "timeout": 2.0}
     )
     layer = make_layer(case, ranks.group)
 
