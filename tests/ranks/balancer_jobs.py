@@ -418,8 +418,8 @@ class Complaints:
         config = imbrex.MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2)
         return imbrex.MoELayer(config, self.ranks.group, balancer=balancer, **options)
 
-    def train_with(self, optimizer: Any) -> None:
-        balancer = OnlineBalancer()
+    def train_with(self, optimizer: Any, **options: Any) -> None:
+        balancer = OnlineBalancer(**options)
         made = self.layer(balancer)
         balancer.optimizer = None if optimizer is None else optimizer(made.parameters())
         made(self.x).sum().backward()
@@ -467,6 +467,7 @@ def complain(ranks: Ranks, case: str) -> str:
         "bytes": lambda: made.layer(OnlineBalancer(max_bytes_per_iter=100)),
         "pace": lambda: made.layer(OnlineBalancer(Pace(decay=0.5 + 0.1 * ranks.rank))),
         "no optimizer": lambda: made.train_with(None),
+        "state": lambda: made.train_with(torch.optim.Adam, max_bytes_per_iter=1000),
         "adafactor": lambda: made.train_with(torch.optim.Adafactor),
         "another optimizer": lambda: made.train_with(lambda _: torch.optim.SGD([nn.Parameter(made.x)])),
         "experts": made.odd_experts,

@@ -216,6 +216,7 @@ def test_a_rank_that_dies_moving_is_noticed_by_all() -> None:
         ("pace", "ranks disagree about the pace: rank 1"),
         ("no optimizer", "its optimizer's state must follow"),
         ("adafactor", "it cannot follow an expert"),
+        ("state", "an expert is 2304 bytes, with its optimizer's state where it has one"),
         ("another optimizer", "SGD does not have gate_up_proj of the experts"),
         ("backward", "modified by an inplace operation"),
         ("twice", "layer 0 is balanced already"),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from imbrex.balancer.migration import Change, land
-from imbrex.balancer.payload import as_row, optimizer_tensors, row_bytes, signature, slot_tensors
+from imbrex.balancer.payload import as_row, most_staged, optimizer_tensors, row_bytes, signature, slot_tensors
 from imbrex.placement import from_slots
 from imbrex.placement.moves import fetches
 
@@ -17,7 +17,7 @@ class Quantised(nn.Module):
 
     def __init__(self, experts: tuple[int, ...]) -> None:
         super().__init__()
-        first = torch.tensor([1.0 + max(e, 0) for e in experts])
+        first = torch.tensor([1.0 + max(e, 0) for e in experts], dtype=torch.float32)
         self.register_buffer(
             "weight", first[:, None, None].expand(-1, 4, 6).to(torch.float8_e4m3fn).contiguous()
         )
@@ -46,6 +46,13 @@ def test_quantised_weights_bring_their_scales() -> None:
         expected = slot_tensors(Quantised(new.local(rank)), 3)
         for name, tensor in tensors[rank].items():
             assert torch.equal(tensor.float(), expected[name].float()), name
+
+
+def test_a_rank_without_slots_knows_what_an_expert_is() -> None:
+    """Else it would allow other numbers of moves than its peers, and plan other placements."""
+    ours, none = (slot_tensors(Quantised(experts), len(experts)) for experts in ((0, 1), ()))
+    assert row_bytes(list(none.values())) == row_bytes(list(ours.values())) == 46
+    assert most_staged(none, 2) == most_staged(ours, 2) == 2 * 3 * 256
 
 
 def test_state_of_one_number_follows_its_expert() -> None:

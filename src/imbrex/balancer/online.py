@@ -106,11 +106,7 @@ class OnlineBalancer:
         weights = seat.weights()
         nbytes = row_bytes(list(weights.values()))
         self._agree("the layer's weights", signature(weights))
-        if self.max_bytes_per_iter is not None and self._most_moves(nbytes) < 1:
-            raise ValueError(
-                f"balancer: an expert is {nbytes} bytes but max_bytes_per_iter={self.max_bytes_per_iter} for "
-                f"{self.pace.layer_updates_per_iter} layers an iteration; allow at least one expert a layer"
-            )
+        self._most_moves(nbytes)
         self.seats.append(seat)
 
     def step(self) -> list[int]:
@@ -228,10 +224,16 @@ class OnlineBalancer:
         return training or (self.optimizer is not None and any(seat.parameters for seat in self.seats))
 
     def _most_moves(self, nbytes: int) -> int:
-        """Experts that may be fetched in one update of a layer."""
+        """Experts that may be fetched in one update of a layer. Raises ValueError where it is none."""
         if self.max_bytes_per_iter is None or not self.pace.layer_updates_per_iter:
             return self.pace.max_moves
         share = self.max_bytes_per_iter // self.pace.layer_updates_per_iter
+        if share < nbytes:
+            raise ValueError(
+                f"balancer: an expert is {nbytes} bytes, with its optimizer's state where it has one, but "
+                f"max_bytes_per_iter={self.max_bytes_per_iter} for {self.pace.layer_updates_per_iter} layers "
+                "an iteration; allow at least one expert a layer"
+            )
         return min(self.pace.max_moves, share // max(nbytes, 1))
 
     def _open(self, training: bool, waits: bool) -> None:

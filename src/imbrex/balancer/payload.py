@@ -60,13 +60,13 @@ def optimizer_tensors(experts: nn.Module, optimizer: Optimizer) -> dict[str, Ten
 
 
 def row_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of one expert."""
-    return sum(t[0].numel() * t.element_size() for t in tensors if t.shape[0])
+    """Bytes of one expert, the same on a rank that has none."""
+    return sum(t.shape[1:].numel() * t.element_size() for t in tensors)
 
 
 def most_staged(tensors: dict[str, Tensor], moves: int) -> int:
     """Bytes of staging memory for so many experts."""
-    return moves * sum(staged_bytes(t[0].numel() * t.element_size()) for t in tensors.values() if t.shape[0])
+    return moves * sum(staged_bytes(row_bytes([tensor])) for tensor in tensors.values())
 
 
 def staged_bytes(size: int) -> int:
