@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import imbrex
 from imbrex import Routing
+from imbrex.balancer import OnlineBalancer
 from imbrex.cli import main
 from imbrex.observe import Recorder
 from imbrex.overlap import Auto, auto, profiler, tuner
@@ -46,9 +47,19 @@ def run_once(
         case = Case(config=SMALL, tokens=(tokens, 3), options={"transport": "alltoall", "schedule": schedule})
         layer = make_layer(case, ranks.group)
         layer.exchange.observer = recorder = Recorder()
+        balancer = OnlineBalancer()
+        balancer.attach(layer.eval())
         layer(tokens_of(case, ranks.rank))
         (loads,) = [value for (name, _), value in recorder.take_counters().items() if name == "expert_load"]
-        assert sum(loads) == len(tokens_of(case, ranks.rank)) * SMALL.top_k, "what is timed is not counted"
+        assert sum(loads) == tokens_of(case, ranks.rank).shape[0] * SMALL.top_k, (
+            "what is timed is not counted"
+        )
+        balancer.step()
+        heard = balancer.seats[0].latest
+        balancer.settle()
+        balancer.close()
+        assert heard is not None
+        assert heard.counts_E.sum() == (tokens + 3) * SMALL.top_k
         return len(counted), layer.reasons["schedule"]
 
 

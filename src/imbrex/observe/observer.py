@@ -28,6 +28,8 @@ class Observer:
 
     enabled: bool = False
     co_activation: bool = False
+    measuring: bool = False
+    """Whether the calls are measurements, whose tokens nobody should count."""
 
     def span(self, name: str, **where: int) -> AbstractContextManager[Any]:
         """A context whose duration is one span called `name`."""

@@ -209,6 +209,8 @@ class _Measurements(Observer):
     """Tells another observer of measurements, and nothing of what they count: the caller's tokens would stand
     in its counters as often as they were timed."""
 
+    measuring = True
+
     def __init__(self, observer: Listener) -> None:
         self.observer = observer
 
