@@ -203,6 +203,8 @@ def test_layers_of_other_shapes_need_numbers_of_their_own():
     recorder.count("expert_load", [1, 2], layer=0)
     with pytest.raises(ValueError, match=r"expert_load at .* had shape \[2\] and has \[3\]; give layers"):
         recorder.count("expert_load", [1, 2, 3], layer=0)
+    recorder.count("bytes_sent", [1, 2], layer=0)
+    recorder.count("bytes_sent", [0], layer=0)  # of a rank alone, as beside a layer in a benchmark
 
 
 def test_board_write_is_cheap(tmp_path):

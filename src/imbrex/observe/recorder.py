@@ -77,7 +77,7 @@ class Recorder(Observer):
             self._counters[key] = value.clone() if isinstance(value, torch.Tensor) else value
         else:
             shapes = [list(v.shape) for v in (before, value) if isinstance(v, torch.Tensor)]
-            if len(shapes) == 2 and shapes[0] != shapes[1]:
+            if len(shapes) == 2 and shapes[0] != shapes[1] and [1] not in shapes:  # [1]: of a rank alone
                 raise ValueError(
                     f"Recorder: {name} at {where} had shape {shapes[0]} and has {shapes[1]}; give layers "
                     "numbers of their own: MoELayer(layer=...)"
