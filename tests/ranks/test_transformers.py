@@ -90,7 +90,7 @@ def one_compiled(ranks: Ranks) -> str:
     run = torch.compile(experts.__call__, backend="eager") if ranks.rank else experts
     with torch.no_grad():
         assert torch.equal(experts(x, ids, weights), run(x, ids, weights))
-    with pytest.raises(ValueError, match="transformers shares a model by tp_size: compile all") as caught:
+    with pytest.raises(ValueError, match=r"shares a model by tp_size, .*: compile all") as caught:
         run(x.requires_grad_(), ids, weights)
     return str(caught.value)
 
