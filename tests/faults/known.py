@@ -407,6 +407,22 @@ BALANCER = [
         ("unit/test_balancer_payload.py::test_optimizer_state_follows",),
     ),
     Fault(
+        "state-stays-in-evaluations",
+        "balancer/online.py",
+        "experts that move in an evaluation leave their optimizer's state behind",
+        "return training or (self.optimizer is not None and any(seat.parameters for seat in self.seats))",
+        "return training",
+        ("ranks/test_balancer.py::test_training_is_the_same_while_experts_and_optimizer_state_move",),
+    ),
+    Fault(
+        "gradients-dropped-between-micro-batches",
+        "balancer/seat.py",
+        "experts move while their gradients wait for the optimizer",
+        "return any(p.grad is not None and self._came.get(id(p)) == p._version for p in self.parameters)",
+        "return False",
+        ("ranks/test_balancer.py::test_training_is_the_same_while_experts_and_optimizer_state_move",),
+    ),
+    Fault(
         "weights-land-a-slot-off",
         "balancer/migration.py",
         "what arrives is written over the neighbour",
