@@ -130,10 +130,14 @@ class AloneDispatcher(DispatcherBase):
         if compiling:
             added_TD = None if addend is None else addend()
             return layer_alone(x_TD, routing, added_TD, weights, self.key, one_launch)
-        self.agree([(x_TD, routing)])
-        tokens, added_TD = (x_TD, routing.ids_TK, routing.weights_TK), None if addend is None else addend()
-        if not serves_few(tokens, weights, added_TD):
+        tokens, added_TD = (x_TD, routing.ids_TK, routing.weights_TK), None
+        if not serves_few(tokens, weights, None):
             return None
+        self.agree([(x_TD, routing)])
+        if addend is not None:
+            added_TD = addend()
+            if not serves_few(tokens, weights, added_TD):
+                return None
         return self.few.run(tokens, weights, one_launch, added_TD)
 
     def beside(self, chunks: int, *, in_turn: bool = False) -> Dispatcher:
