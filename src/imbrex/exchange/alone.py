@@ -31,7 +31,7 @@ from imbrex.contracts import (
 )
 from imbrex.exchange import plan, rows
 from imbrex.exchange.agreement import explain, find_problem
-from imbrex.exchange.alone_recorded import FewRecorder, serves_few
+from imbrex.exchange.alone_recorded import FewRecorder, adds, serves_few
 from imbrex.exchange.dispatcher import DispatcherBase, nothing_to_move
 from imbrex.exchange.layer_op import layer_alone
 from imbrex.exchange.nvlink_fit import DTYPE, why_not_dtype
@@ -130,15 +130,12 @@ class AloneDispatcher(DispatcherBase):
         if compiling:
             added_TD = None if addend is None else addend()
             return layer_alone(x_TD, routing, added_TD, weights, self.key, one_launch)
-        tokens, added_TD = (x_TD, routing.ids_TK, routing.weights_TK), None
-        if not serves_few(tokens, weights, None):
+        tokens = x_TD, routing.ids_TK, routing.weights_TK
+        if not serves_few(tokens, weights):
             return None
         self.agree([(x_TD, routing)])
-        if addend is not None:
-            added_TD = addend()
-            if not serves_few(tokens, weights, added_TD):
-                return None
-        return self.few.run(tokens, weights, one_launch, added_TD)
+        added_TD = None if addend is None else addend()
+        return self.few.run(tokens, weights, one_launch, added_TD) if adds(added_TD, x_TD) else None
 
     def beside(self, chunks: int, *, in_turn: bool = False) -> Dispatcher:
         """The dispatcher for chunks is `general`: on one rank nothing moves, so its kernels gain nothing

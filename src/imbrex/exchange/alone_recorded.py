@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from imbrex.exchange.nvlink_fit import DTYPE
-from imbrex.exchange.recorded_memory import Place, new_piece, places_of
-from imbrex.kernels.ffn import both
-from imbrex.kernels.ffn.ffn import run_products
+from imbrex.exchange.recorded_memory import Place, can_be_added, new_piece, places_of
+from imbrex.kernels.ffn.both import ended_before_last
+from imbrex.kernels.ffn.ffn import run_in_order
 from imbrex.kernels.ffn.glue import COUNTERS, Groups, hit_words, sum_rows
 from imbrex.kernels.gemm.gemm import check_products
 from imbrex.kernels.gemm.portable import is_portable
 from imbrex.kernels.jit import launch_all
-from imbrex.kernels.records import Noted, recording
+from imbrex.kernels.records import recording, repeatable
 from imbrex.kernels.rows.choices import MOST_FEW, FewRows, order_few
-from imbrex.runtime.tracing import differentiated, seen
+from imbrex.runtime.tracing import differentiated, plain, seen
 
 MOST_RECORDS = 256
 """The number of records, one for a size and a piece of memory, after which all are forgotten."""
@@ -94,25 +94,26 @@ class FewRecorder:
         return y_TD
 
 
-def serves_few(
-    tokens: tuple[Tensor, Tensor, Tensor], weights: tuple[Tensor, Tensor], added_TD: Tensor | None
-) -> bool:
+def serves_few(tokens: tuple[Tensor, Tensor, Tensor], weights: tuple[Tensor, Tensor]) -> bool:
     """Whether a `FewRecorder` runs a call of these tensors, as of `FewRecorder.run`, whose shapes fit each
     other: few choices, no gradients, nobody who sees single steps, everything as kernels take it."""
     (x_TD, ids_TK, weights_TK), (gate_up_eGD, down_eDF) = tokens, weights
-    if not 0 < ids_TK.numel() <= MOST_FEW or differentiated(x_TD, weights_TK, *weights, added_TD):
+    if not 0 < ids_TK.numel() <= MOST_FEW or differentiated(x_TD, weights_TK, *weights):
         return False
-    if is_portable(x_TD.get_device()) or seen(x_TD, ids_TK, weights_TK, *weights, added_TD):
+    if is_portable(x_TD.get_device()) or seen(x_TD, ids_TK, weights_TK, *weights):
         return False
     if not x_TD.dtype == gate_up_eGD.dtype == down_eDF.dtype == DTYPE:
-        return False
-    if added_TD is not None and not (
-        added_TD.shape == x_TD.shape and added_TD.dtype == DTYPE and added_TD.is_contiguous()
-    ):
         return False
     if not x_TD.get_device() == gate_up_eGD.get_device() == down_eDF.get_device():
         return False
     return gate_up_eGD.is_contiguous() and down_eDF.is_contiguous()
+
+
+def adds(added_TD: Tensor | None, x_TD: Tensor) -> bool:
+    """Whether the last launch of such a call can add this to its sums."""
+    if added_TD is None:
+        return True
+    return plain(added_TD) and not differentiated(added_TD) and can_be_added(added_TD, x_TD)
 
 
 def layout_of(ids: torch.Size, weights: torch.Size) -> Layout:
@@ -146,16 +147,11 @@ def _record(
     few = FewRows(**{name: place.of([piece]) for name, place in layout.few.items()})
     act_RF, out_RD = layout.act.of([piece]), layout.out.of([piece])
     groups = Groups(few.plan, expected=tokens[1].numel(), hits=few.hits, one_launch=one_launch)
-    sizes = {"sizes": weights[1].shape[1:], "keep": False, "elsewhere": False}
     with recording() as tape:
         order_few(*tokens, len(weights[1]), COUNTERS, few)
-        if both.why_not_both(groups, **sizes) is None:
-            both.run_both(few.rows_RD, *weights, groups, act_RF, out_RD, few.weights_R)
-        else:
-            run_products(few.rows_RD, weights, groups, act_RF, out_RD, few.weights_R)
-        early = both.ended_before_last(y_TD.get_device())
+        run_in_order(few.rows_RD, weights, groups, act_RF, out_RD, few.weights_R)
+        early = ended_before_last(y_TD.get_device())
         sum_rows(out_RD, few.position_TK, None, addend_TD=added_TD, early=early, out=y_TD)
     first, *between, last = tape
-    again = tuple(launch.again() if isinstance(launch, Noted) else launch for launch in between)
     blanks = BLANKS_LAST if added_TD is None else BLANKS_ADDED
-    return Record(first.again(BLANKS), again, last.again(blanks))
+    return Record(first.again(BLANKS), repeatable(between), last.again(blanks))

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.library import Library, custom_op, register_fake
 
 from imbrex.contracts import Routing, RowForm
-from imbrex.exchange.alone_recorded import serves_few
+from imbrex.exchange.alone_recorded import adds, serves_few
 from imbrex.exchange.autograd import complete, dispatcher_by, sizes_of_run
 from imbrex.kernels.exchange.lease import Staged
 from imbrex.kernels.ffn.ffn import Saved, can_bring_gradient, ffn_gradients, run_ffn
@@ -207,7 +207,7 @@ def _run_alone(
     dispatcher: Any = dispatcher_by(key)
     (plan,) = dispatcher.agree([(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))])
     tokens, own = (x_TD, ids_TK, weights_TK), (gate_up_eGD, down_eDF)
-    if serves_few(tokens, own, addend_TD):
+    if serves_few(tokens, own) and adds(addend_TD, x_TD):
         return dispatcher.few.run(tokens, own, one_launch, addend_TD)
     form = dispatcher.form_of((RowForm.INDEXED, RowForm.ROWS), x_TD, weights_TK)
     rows_RD, weights_R, counts_e, state, beside = complete(dispatcher.dispatch(plan, x_TD, weights_TK, form))

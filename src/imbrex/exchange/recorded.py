@@ -34,7 +34,15 @@ from imbrex.exchange.autograd import StartedCrossing
 from imbrex.exchange.kernel_dispatcher import KernelDispatcher
 from imbrex.exchange.nvlink_fit import DTYPE, Part, is_coded, row_capacity_for, why_not_whole
 from imbrex.exchange.one_kernel import about_one_kernel, why_apart
-from imbrex.exchange.recorded_memory import Memory, Scratch, memory_of, new_piece, parts_of, scratch_of
+from imbrex.exchange.recorded_memory import (
+    Memory,
+    Scratch,
+    can_be_added,
+    memory_of,
+    new_piece,
+    parts_of,
+    scratch_of,
+)
 from imbrex.experts.experts import surely_fit
 from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.exchange import NvlinkExchange
@@ -47,7 +55,7 @@ from imbrex.kernels.fused.few import dispatching_sms, run_few, why_not_few
 from imbrex.kernels.gemm.gemm import check_products
 from imbrex.kernels.gemm.portable import is_portable
 from imbrex.kernels.jit import launch_all
-from imbrex.kernels.records import Noted, recording
+from imbrex.kernels.records import recording, repeatable
 from imbrex.kernels.routing.routed import Routed, Sizes
 from imbrex.kernels.rows.weights import run_spread
 from imbrex.runtime.deferred import recording as recording_gradients
@@ -168,7 +176,7 @@ class Recorder:
             return None  # the rank with most has at least as many tokens
         added_TD = None if addend is None else addend()
         if added_TD is not None:
-            if not _can_be_added(added_TD, x_TD):
+            if not can_be_added(added_TD, x_TD):
                 return None
             keep = keep or differentiated(added_TD)
         dispatcher.promise = True
@@ -390,8 +398,7 @@ class Recorder:
     ) -> None:
         if len(self._records) >= MOST_RECORDS:
             self.forget()
-        again = tuple(launch.again() if isinstance(launch, Noted) else launch for launch in between)
-        self._records[key] = Record(first=first, kinds=kinds, between=again, last=last)
+        self._records[key] = Record(first=first, kinds=kinds, between=repeatable(between), last=last)
 
     def launch_back(
         self,
@@ -529,13 +536,3 @@ def _backward_by_steps(
     run = autograd.dispatch_backward_op if as_operators else autograd.run_dispatch_backward
     d_x_TD, d_weights_TK = run(d_rows_RD, d_weights_R, [words], d_y_TD.shape[0], pattern.choices, pattern.key)
     return d_x_TD if x else None, d_weights_TK if choices else None, d_gate_up, d_down
-
-
-def _can_be_added(added_TD: Tensor, x_TD: Tensor) -> bool:
-    """Whether the kernel that sums can add `added_TD` as it is."""
-    return (
-        added_TD.shape == x_TD.shape
-        and added_TD.dtype == x_TD.dtype
-        and added_TD.device == x_TD.device
-        and added_TD.is_contiguous()
-    )

@@ -78,6 +78,16 @@ def new_piece(nbytes: int, device: torch.device) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
+def can_be_added(added_TD: Tensor, x_TD: Tensor) -> bool:
+    """Whether the kernel that sums can add `added_TD` as it is."""
+    return (
+        added_TD.shape == x_TD.shape
+        and added_TD.dtype == x_TD.dtype
+        and added_TD.device == x_TD.device
+        and added_TD.is_contiguous()
+    )
+
+
 def memory_of(
     sizes: Sizes, tokens: int, rows: int, room: int, weights: tuple[int, int, int], *, keep: bool
 ) -> Memory:

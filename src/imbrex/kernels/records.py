@@ -42,6 +42,11 @@ class Noted(NamedTuple):
         return self.kernel.blank(args=args, words=words, **self.how)
 
 
+def repeatable(tape: Sequence[Any]) -> tuple[Any, ...]:
+    """Launches that stood on a tape, each to `launch` again as it was."""
+    return tuple(launch.again() if isinstance(launch, Noted) else launch for launch in tape)
+
+
 @contextmanager
 def recording() -> Iterator[list[Any]]:
     """Launches inside, of this thread, are on the tape as well."""

@@ -165,12 +165,8 @@ def run_experts(
     rows = rows_RD.shape[0] if index_R is None else index_R.shape[0]
     act_RF, y_RD = rows_RD.new_empty(rows, down_eDF.shape[2]), rows_RD.new_empty(rows, rows_RD.shape[1])
     elsewhere = index_R is not None or beside is not None
-    how = {"sizes": down_eDF.shape[1:], "keep": gate_up_RG is not None, "elsewhere": elsewhere}
-    if rows and both.why_not_both(groups, **how) is None:
-        both.run_both(rows_RD, gate_up_eGD, down_eDF, groups, act_RF, y_RD, weights_R)
-        return y_RD
     if not elsewhere:
-        run_products(rows_RD, (gate_up_eGD, down_eDF), groups, act_RF, y_RD, weights_R, gate_up_RG)
+        run_in_order(rows_RD, (gate_up_eGD, down_eDF), groups, act_RF, y_RD, weights_R, gate_up_RG)
         return y_RD
     if rows and down_eDF.shape[0]:
         up = Epilogue.SWIGLU if gate_up_RG is None else Epilogue.SWIGLU_KEEP
@@ -182,6 +178,24 @@ def run_experts(
     else:
         beside.leave(replace(last, own_e2=beside.own_e2))
     return y_RD
+
+
+def run_in_order(
+    rows_RD: Tensor,
+    weights: tuple[Tensor, Tensor],
+    groups: Groups,
+    act_RF: Tensor,
+    out_RD: Tensor,
+    weights_R: Tensor | None,
+    gate_up_RG: Tensor | None = None,
+) -> None:
+    """Queue both products of rows in the order of experts, in one launch where that is faster. Arguments are
+    those of `run_products`."""
+    how = {"sizes": weights[1].shape[1:], "keep": gate_up_RG is not None, "elsewhere": False}
+    if len(rows_RD) and both.why_not_both(groups, **how) is None:
+        both.run_both(rows_RD, *weights, groups, act_RF, out_RD, weights_R)
+    else:
+        run_products(rows_RD, weights, groups, act_RF, out_RD, weights_R, gate_up_RG)
 
 
 def run_products(
