@@ -256,15 +256,17 @@ def held() -> Table:
     head = "model", "", "us", "W", "J of a call"
     measured = last_run(select(read("fused"), op="forward, held"))
     lines = [
-        [row["case"]["model"], HELD[row["impl"]], f"{row['mean_us']:.0f}", f"{row['watts']:.0f}", joules(row)]
+        [
+            row["case"]["model"],
+            HELD[row["impl"]],
+            f"{row['mean_us']:.0f}",
+            f"{row['watts']:.0f}",
+            f"{row['joules']:.3f}",
+        ]
         for row in measured
         if row["impl"] in HELD
     ]
     return Table(head=head, body=lines, rows=measured)
-
-
-def joules(row: Row) -> str:
-    return f"{row['joules']:.3f}"
 
 
 def _twice(found: Sequence[Row]) -> str:

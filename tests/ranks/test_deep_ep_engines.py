@@ -175,6 +175,20 @@ def test_vllm_s_own_class_sums_exactly(pair: Pool, tokens: list[int], fp8: bool,
     assert told == [(True, counts_of(2, rank, tokens)) for rank in range(2)]
 
 
+def sglang_dispatcher(theirs: Any, ranks: Ranks, width: int, mode: str, **options: bool) -> Any:
+    """SGLang's own dispatcher, of experts spread evenly over the ranks."""
+    return theirs.DeepEPDispatcher(
+        group=ranks.group,
+        router_topk=K,
+        num_experts=E,
+        num_local_experts=E // ranks.world_size,
+        hidden_size=width,
+        params_dtype=torch.bfloat16,
+        deepep_mode=getattr(theirs.DeepEPMode, mode),
+        **options,
+    )
+
+
 def sglang_names(fp8: bool) -> dict[str, dict[str, Any]]:
     """What SGLang's files find in the rest of SGLang: an NVIDIA GPU, DeepGEMM, settings as they default."""
     moe = SimpleNamespace(deepep_config=None, tbo_enabled=None)
@@ -226,16 +240,7 @@ def over_sglang(ranks: Ranks, tokens: list[int], fp8: bool, asynchronous: bool) 
     with alone("sglang", SGLANG, sglang_names(fp8)), patch.context():
         theirs = importlib.import_module(f"sglang.{DEEP_EP}")
         own = E // ranks.world_size
-        dispatcher = theirs.DeepEPDispatcher(
-            group=ranks.group,
-            router_topk=K,
-            num_experts=E,
-            num_local_experts=own,
-            hidden_size=D,
-            params_dtype=torch.bfloat16,
-            deepep_mode=theirs.DeepEPMode.NORMAL,
-            async_finish=asynchronous,
-        )
+        dispatcher = sglang_dispatcher(theirs, ranks, D, "NORMAL", async_finish=asynchronous)
         x_TD, ids_TK, weights_TK = batch(ranks.rank, tokens[ranks.rank])
         choices = SimpleNamespace(topk_weights=weights_TK, topk_ids=ids_TK.int())
         rows, scales, ids_NK, weights_NK, counts = dispatcher.dispatch(x_TD, choices)
@@ -422,16 +427,7 @@ def over_sglang_blocks(ranks: Ranks, tokens: list[int], fp8: bool, hooked: bool)
     patch.setenv("NVSHMEM_QP_DEPTH", "1024")
     with alone("sglang", SGLANG, names):
         theirs = importlib.import_module(f"sglang.{DEEP_EP}")
-        dispatcher = theirs.DeepEPDispatcher(
-            group=ranks.group,
-            router_topk=K,
-            num_experts=E,
-            num_local_experts=E // ranks.world_size,
-            hidden_size=WIDE,
-            params_dtype=torch.bfloat16,
-            deepep_mode=theirs.DeepEPMode.LOW_LATENCY,
-            return_recv_hook=hooked,
-        )
+        dispatcher = sglang_dispatcher(theirs, ranks, WIDE, "LOW_LATENCY", return_recv_hook=hooked)
         x_TD, ids_TK, weights_TK = wide_batch(ranks.rank, tokens[ranks.rank])
         choices = SimpleNamespace(topk_weights=weights_TK, topk_ids=ids_TK.int())
         rows, scales, ids, weights, counts_e, _ = dispatcher.dispatch(x_TD, choices)

@@ -21,8 +21,8 @@ from imbrex.bench.layer.race import (
     OURS_FUSED,
     Entry,
     Race,
+    case_of,
     note_of,
-    row_of,
 )
 from imbrex.bench.results import write_results
 
@@ -105,8 +105,8 @@ def hold_layers(
             calls = runner.calls(op, inputs) | runner.local_calls(op, inputs)
             for name in (way for way in WAYS if way in calls):
                 times = hold(calls[name], seconds, meter)
-                case = row_of(entry, runner, op, name, [times["mean_us"]], 0.0)["case"]
-                about = {"op": f"{op}, held", "impl": name, "case": case, "limit_w": meter.limit()}
+                about = {"op": f"{op}, held", "impl": name, "case": case_of(entry, runner)}
+                about["limit_w"] = meter.limit()
                 rows.append(about | times | {"note": note_of(name, runner.experts.implementation)})
                 if rank == 0:
                     print(rows[-1], flush=True)

@@ -423,24 +423,28 @@ def note_of(name: str, implementation: str) -> str:
     }.get(name, "torch's experts, backward by hand")
 
 
+def case_of(entry: Entry, runner: Race) -> dict[str, Any]:
+    shape: Shape = runner.shape
+    return {
+        "model": entry.model,
+        "M": entry.M,
+        "W": runner.world,
+        "D": shape.hidden_size,
+        "F": shape.intermediate_size,
+        "E": shape.num_experts,
+        "K": shape.top_k,
+        "dtype": "bf16",
+        "routing": entry.routing,
+    }
+
+
 def row_of(
     entry: Entry, runner: Race, op: str, name: str, times: list[float], error: float
 ) -> dict[str, Any]:
-    shape: Shape = runner.shape
     row = {
         "op": op,
         "impl": name,
-        "case": {
-            "model": entry.model,
-            "M": entry.M,
-            "W": runner.world,
-            "D": shape.hidden_size,
-            "F": shape.intermediate_size,
-            "E": shape.num_experts,
-            "K": shape.top_k,
-            "dtype": "bf16",
-            "routing": entry.routing,
-        },
+        "case": case_of(entry, runner),
         "full_call": name not in FLOORS,
         "median_us": round(statistics.median(times), 1),
         "min_us": round(min(times), 1),
