@@ -42,6 +42,8 @@ SMS = (2,)
 class Own(Experts):
     """imbrex's experts by their kernels, on CPUs."""
 
+    unchanged = True  # type: ignore[assignment]
+
     def __init__(self, rank: int, *, train_down: bool) -> None:
         super().__init__((2 * rank, 2 * rank + 1), WIDTH, INNER, seed=3, dtype=torch.bfloat16)
         self.implementation, self.applies_weights = "kernels", True
@@ -536,6 +538,7 @@ def test_auto_takes_it_where_it_is_faster(
         assert f", as {over}, " in reason or taken == over
         assert f"{device:.2f} times as fast on the device, {called:.2f} as called" in reason
         assert reason.endswith("measured in this process")
+        assert (f"dy comes beside the gradient through down; {roles}; " in reason) is (taken == "fused")
         assert f"{roles} (measured in this process)" in of_fused
         assert same
 

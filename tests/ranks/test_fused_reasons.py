@@ -65,6 +65,17 @@ def test_the_reason_says_what_runs_before_a_first_call(pool: Pool) -> None:
             {"forward": print},
             "before its product (a hook or another forward may read the experts' result)",
         ),
+        (
+            64,
+            {"forward": print},
+            "; serially in a compiled graph (a hook or another forward may change what ",
+        ),
+        (64, {"_backward_pre_hooks": {0: print}}, "before its product (a hook or another forward may read "),
+        (
+            64,
+            {"_forward_pre_hooks": {0: print}},
+            "rows come before gate and up (a hook may read them), dx goes",
+        ),
         (64, {"trained": False}, "behind the weights' gradients (not both weights are trained)"),
         (64, {"gradient_sums": ()}, "; serially in a compiled graph (a graph may not add to gradient_sums "),
     ],
@@ -83,3 +94,4 @@ def test_the_reason_says_which_steps_are_not_fused(
     exchange: Any = type("OverNvlink", (), {"dispatcher": dispatcher})()
     reason = Fused().reason(exchange, experts)
     assert said in reason if said else reason.startswith(ALL_BESIDE) and "compiled" not in reason
+    assert ", rows brought by the first 7 blocks" in Fused(Roles(rows=7)).describe(exchange, experts)

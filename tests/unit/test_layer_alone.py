@@ -13,6 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.modules.module import (
+    register_module_full_backward_hook,
+    register_module_full_backward_pre_hook,
+)
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +27,7 @@ from imbrex import contracts
 from imbrex.codec.int8 import Int8
 from imbrex.contracts import Dispatched, Output, Routing, RowExchange, RowForm
 from imbrex.exchange import autograd
-from imbrex.experts import experts, products
+from imbrex.experts import experts, products, weights_of_kernels
 from imbrex.experts.experts import Experts, Shard
 from imbrex.kernels import why_not_portable
 from imbrex.observe import Recorder
@@ -215,18 +219,29 @@ def test_copies_and_averages_of_a_layer_have_weights_of_their_own() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:For backward hooks to be called")  # torch's own, of a gate's result
 def test_only_experts_that_nobody_reads_give_away_their_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is written over: a hook, of the result or of its gradient, reads it."""
-    layer, given = make(), []
+    """It is written over: a hook, of the result or of its gradient, reads it. Nor are they left out of a call
+    that hooks want to hear of."""
+    layer, given = make(intermediate_size=16), []
     monkeypatch.setattr(experts, "give_gradient", given.append)
     monkeypatch.setattr(layer.experts, "applies_weights", True)
+    monkeypatch.setattr(layer.experts, "implementation", "kernels")
     layer(torch.randn(5, layer.config.hidden_size))
     assert len(given) == 1
-    for hooked in (layer.experts.register_forward_hook, layer.experts.register_full_backward_hook):
+    for hooked in (
+        layer.experts.register_forward_hook,
+        layer.experts.register_full_backward_hook,
+        layer.experts.register_full_backward_pre_hook,
+        register_module_full_backward_hook,
+        register_module_full_backward_pre_hook,
+    ):
         hook = hooked(lambda *_: None)
+        assert weights_of_kernels(layer.experts) is None
         layer(torch.randn(5, layer.config.hidden_size))
         hook.remove()
     assert len(given) == 1
+    assert weights_of_kernels(layer.experts) is not None
 
 
 def test_saving_a_layer_itself_is_refused_with_what_to_save() -> None:

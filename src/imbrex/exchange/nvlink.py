@@ -153,7 +153,8 @@ class NvlinkDispatcher(NvlinkMeeting):
     def _send(self, part: Part, x_TD: Tensor, weights_TK: Tensor, form: RowForm) -> tuple[Any, Routed]:
         """Run the kernels of a dispatch: the rows, for `read` of `dispatch` to take apart, and their routing.
         Rows of small batches are never `UNDER_WAY`, and where all ranks' experts take fp8 they come as they
-        are: the experts write the codec's bytes themselves, in less time than it takes here."""
+        are: the experts write the codec's bytes themselves, in less time than it takes here. Ranks that fuse
+        all stage; one on which somebody reads rows before their product brings them before."""
         kernels = self.kernels_for(part)
         if self.observer.enabled:
             load_E = plan.count_choices(part.ids_TK, self.geometry.placement.num_experts)
@@ -161,13 +162,16 @@ class NvlinkDispatcher(NvlinkMeeting):
         x_TD = x_TD.contiguous()
         inputs = x_TD, self._choices(part.ids_TK), weights_TK.contiguous()
         room, few = row_capacity_for(kernels.shape, part.max_tokens), part.is_small
-        stages, exact = form is RowForm.UNDER_WAY and not few, self.counts_first(part, room)
+        stages, exact = self.fuses and not few, self.counts_first(part, room)
         if exact and not (stages or few or self._writes_fp8):
             return self._send_exactly(kernels, *inputs)
         sms, choosing = self.sms, self.choosing
         with self.observer.span("dispatch", layer=self.layer):
             if stages:
-                return self._stage(kernels, inputs, room)
+                staged, routed = self._stage(kernels, inputs, room)
+                if form is RowForm.UNDER_WAY:
+                    return staged, routed
+                return bring_rows(staged, sms.stage, load=self.transport.load), routed
             if self._writes_fp8 and not (few and part.in_fp8):
                 lease, routed = kernels.dispatch(*inputs, sms.push, quantise=True, **choosing)
                 num_rows = self._count_rows(routed) if exact else room

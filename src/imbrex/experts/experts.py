@@ -11,7 +11,12 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 
 from imbrex.contracts import Dispatched, RowForm
 from imbrex.experts import products
@@ -206,9 +211,12 @@ class Experts(nn.Module):
 
     @property
     def unchanged(self) -> bool:
-        """Whether no subclass, hook or other function changes, or reads, what `forward` gives."""
+        """Whether no subclass, hook or other function changes, or reads, what `forward` gives, or its
+        gradient."""
         plain = type(self).forward is Experts.forward and "forward" not in self.__dict__
-        return plain and not (self._forward_hooks or self._backward_hooks or _global_forward_hooks)
+        back = self._backward_hooks or self._backward_pre_hooks
+        back = back or _global_backward_hooks or _global_backward_pre_hooks
+        return plain and not (back or self._forward_hooks or _global_forward_hooks)
 
     @property
     def inputs_unchanged(self) -> bool:

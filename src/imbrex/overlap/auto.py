@@ -98,7 +98,8 @@ class Auto:
             return f"{decision.name}, predicted {times}; no fused: {self._why_not_fused[exchange]}; {origin}"
         measured = f"{gains.device:.2f} times as fast on the device, {gains.host:.2f} as called"
         if is_worthwhile(gains):
-            return f"fused, {measured}, as {gains.baseline}, forward and backward together; {origin}"
+            steps = Fused(exchange.dispatcher.roles).describe(exchange, experts)
+            return f"fused, {measured}, as {gains.baseline}, forward and backward together; {steps}; {origin}"
         required = f"must be {MIN_DEVICE_GAIN} and {MIN_HOST_GAIN}"
         name = SERIAL if gains.baseline == SERIAL else f"{decision.name}, predicted {times}"
         return f"{name}; fused is {measured}, and {required}; {origin}"

@@ -85,6 +85,8 @@ class Forward:
         # A caller's hooks bring back what is saved, or compute it again: nobody else shall hold it.
         self.lets_go = keep and saves_elsewhere()
         forms = (RowForm.ROWS,) if keep and self.fusing is None else experts.forms
+        if self.fusing is not None and isinstance(experts, Ours) and not experts.inputs_unchanged:
+            forms = (RowForm.ROWS,)  # which a hook reads before their product
         self.form = self.dispatcher.form_of(forms, x_TD, routing.weights_TK)
         self.x_TD, self.weights_TK, self.addend_TD = x_TD, routing.weights_TK, addend_TD
         self.y_TD = x_TD.new_empty(x_TD.shape)

@@ -56,16 +56,20 @@ class Fused(Pipelined):
         why_not = why_not_exchange(exchange) or why_not_experts(experts)
         if why_not is not None:
             return f"runs serially: {why_not}"
+        return f"asked for: {self.describe(exchange, experts)}"
+
+    def describe(self, exchange: RowExchange, experts: Experts) -> str:
+        """Which steps are fused and which are not, by which roles, and whether a compiled graph is."""
+        rows = why_rows_before(experts)
         before = why_dy_before(experts, self.roles or exchange.dispatcher.roles)
         behind, graph = why_dx_behind(experts), why_not_in_graph(experts)
+        rows = "beside gate and up" if rows is None else f"before gate and up ({rows})"
         dy = "beside the gradient through down" if before is None else f"before its product ({before})"
         dx = "beside" if behind is None else "behind"
         why = "" if behind is None else f" ({behind})"
         graph = "" if graph is None else f"; serially in a compiled graph ({graph})"
-        description = (
-            f"rows come beside gate and up, dx goes home {dx} the weights' gradients{why}, dy comes {dy}"
-        )
-        return f"asked for: {description}; {self._describe_roles(exchange)}{graph}"
+        description = f"rows come {rows}, dx goes home {dx} the weights' gradients{why}, dy comes {dy}"
+        return f"{description}; {self._describe_roles(exchange)}{graph}"
 
     def _describe_roles(self, exchange: RowExchange) -> str:
         roles, origin = self.roles or exchange.dispatcher.roles, self._origins.get(exchange)
@@ -73,6 +77,8 @@ class Fused(Pipelined):
             f"{what} by {'default' if blocks is None else f'{blocks} blocks'}"
             for what, blocks in (("tokens staged", roles.stage), ("sums begun", roles.sums))
         )
+        if roles.rows is not None:
+            numbers = f"{numbers}, rows brought by the first {roles.rows} blocks"
         if roles.first is not None:
             numbers = f"{numbers}, others' rows of narrow experts first and summed by {roles.first} blocks"
         return f"{numbers} ({origin})" if origin else numbers
@@ -141,7 +147,16 @@ def why_not_in_graph(experts: Experts) -> str | None:
     """Why experts whose kernels can move rows do not so in a compiled graph, or `None`."""
     if not isinstance(experts, Ours):
         return "these experts are not imbrex's own"
+    if not (experts.unchanged and experts.inputs_unchanged):
+        return "a hook or another forward may change what they take or give"
     return None if experts.gradient_sums is None else "a graph may not add to gradient_sums in a backward"
+
+
+def why_rows_before(experts: Experts) -> str | None:
+    """Why rows come before their product, as far as it does not depend on a call, or `None`."""
+    if isinstance(experts, Ours) and not experts.inputs_unchanged:
+        return "a hook may read them"
+    return None
 
 
 def why_dy_before(experts: Experts, roles: Roles) -> str | None:

@@ -1,6 +1,7 @@
-// Staged rows brought by a kernel of nothing else: for a rank whose product cannot bring them, where
-// its peers' products do and staged rows are coded, which no pull takes. The movers are those of
-// fused/movers.cuh, so are the bits; counters get full, and nobody waits for them.
+// Staged rows brought by a kernel of nothing else, where its peers' products bring theirs: for a rank on
+// which somebody reads rows before their product, or whose product cannot bring them and staged rows are
+// coded, which no pull takes. The movers are those of fused/movers.cuh, so are the bits; counters get full,
+// and nobody waits for them.
 #include "fused/movers.cuh"
 
 namespace fused {

@@ -20,8 +20,6 @@ from imbrex.kernels.jit import Variant, load
 from imbrex.kernels.structs import Struct, struct
 
 ROWS = struct("fused/movers.cuh", "Rows")
-BEFORE = Variant(source="fused/rows_before.cu", entry="bring_rows", defines=(("WIRE_FP8", 1),))
-"""Brings coded rows before their product: those that are not coded are pulled."""
 BEFORE_THREADS = 256
 SOURCE, ENTRY = "fused/rows_out.cu", "rows_and_product"
 ALL = 1 << 30
@@ -41,7 +39,12 @@ def shipped_variants() -> list[Variant]:
         for c in choices
         for fp8 in (False, True)
     ]
-    return [*beside, BEFORE]
+    return [*beside, *(before_variant(fp8=fp8) for fp8 in (False, True))]
+
+
+def before_variant(*, fp8: bool) -> Variant:
+    """The kernel of `bring_rows`. fp8: as in `file_of`."""
+    return Variant(source="fused/rows_before.cu", entry="bring_rows", defines=(("WIRE_FP8", int(fp8)),))
 
 
 def file_of(*, fp8: bool) -> tuple[Any, ...]:
@@ -50,12 +53,14 @@ def file_of(*, fp8: bool) -> tuple[Any, ...]:
 
 
 def bring_rows(staged: Staged, num_sms: int, local: int = 0, *, load: Callable[..., Any] = load) -> Tensor:
-    """Queue what brings coded rows of rank `local` and nothing else: [room, D], for a product that cannot."""
-    assert staged.pitch > 0
+    """Queue what brings the rows of rank `local` and nothing else: [room, D], for whoever reads them before
+    their product, or a product that cannot bring them."""
     rows = staged.rows if staged.rows.dim() == 2 else staged.rows[local]
     if rows.shape[0]:
         args = [staged.group(local, num_sms), _rows_of(staged, local)]
-        load(BEFORE, rows.device).launch(grid=num_sms, block=BEFORE_THREADS, args=args)
+        load(before_variant(fp8=staged.pitch > 0), rows.device).launch(
+            grid=num_sms, block=BEFORE_THREADS, args=args
+        )
     return rows
 
 
