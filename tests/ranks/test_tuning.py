@@ -63,6 +63,34 @@ def run_once(
         return len(counted), layer.reasons["schedule"]
 
 
+def run_again(ranks: Ranks, folder: str) -> list[int]:
+    """How often alike layers of a process measure: one finds a file, two renew it, two use none."""
+    counted, measure = [], auto.measure
+
+    def counting(*given, **more):
+        counted[-1] += 1
+        return measure(*given, **more, repeats=1)
+
+    ways: list[dict[str, Any]] = [{}, *[{"renew": True}] * 2, *[{"keep": False}] * 2]
+    tuner._remembered.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IMBREX_CACHE_DIR", folder)
+        patch.setattr(auto, "measure", counting)
+        for way in ways:
+            counted.append(0)
+            schedule = Auto(degrees=(1,), **way)
+            group = ranks.group if ranks.world_size > 1 else None
+            imbrex.MoELayer(SMALL, group, transport="alltoall", schedule=schedule)(torch.randn(3, 8))
+    return counted
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_process_has_read_is_renewed_once(pool: Pool, tmp_path: Path, ranks: int) -> None:
+    """A rank without a group, too, measures layers that are alike once."""
+    pool.run(ranks, run_again, str(tmp_path))
+    assert pool.run(ranks, run_again, str(tmp_path)) == [[0, 1, 0, 0, 0]] * ranks
+
+
 def run_first_checkpointed(ranks: Ranks, schedule: str) -> list[bool]:
     """Whether a first call that activation checkpointing runs, with its measurements, and the second give
     the gradients of a plain third."""

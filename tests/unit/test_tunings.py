@@ -85,6 +85,10 @@ def test_a_folder_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
     assert problem is not None
     assert problem.startswith(f"{kept.path_of('fused', SUBJECT)} could not be written (")
     assert "cannot be read" in (kept.read("fused", SUBJECT, roles_of_json).problem or "")
+    taken = Tunings(tmp_path)
+    taken.path_of("fused", SUBJECT).mkdir()
+    assert "could not be written (" in (taken.write("fused", SUBJECT, VALUE) or "")
+    assert len([*tmp_path.iterdir()]) == 2  # no draft
 
 
 def write_often(folder: Path, number: int) -> None:

@@ -27,7 +27,16 @@ from imbrex.runtime.words import words
 from imbrex.transport.nodes import launched_on
 
 Value = TypeVar("Value")
-_remembered: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
+
+
+class _Alone:
+    """The stand-in for the group of layers that have none."""
+
+
+_alone = _Alone()
+_remembered: weakref.WeakKeyDictionary[dist.ProcessGroup | _Alone, dict[str, str]] = (
+    weakref.WeakKeyDictionary()
+)
 """Results as JSON by file name, for every group of which this process is the first rank."""
 
 
@@ -44,13 +53,15 @@ class Tuner:
     """Loads and stores the results of one layer. Every method is collective.
 
     subject: all that the results depend on; see `tunings`. uses_files: whether to use files too; otherwise
-        results live as long as the process group. renews: whether to ignore the files' results.
+        results live as long as the process group. renews: whether to ignore the files' results. What this
+        process has measured itself is used in any case.
     """
 
     def __init__(self, exchange: RowExchange, subject: Mapping[str, Any], *, uses_files: bool, renews: bool):
         self.gather, self.subject = exchange.transport.exchange_counts, dict(subject)
         self.is_first, self.uses_files, self.renews = exchange.geometry.rank == 0, uses_files, renews
-        self._memory = {} if exchange.group is None else _remembered.setdefault(exchange.group, {})
+        group = _alone if exchange.group is None else exchange.group
+        self._memory = _remembered.setdefault(group, {})
         self.tunings = Tunings()
 
     def with_settings(self, settings: Mapping[str, Any]) -> Tuner:
@@ -74,8 +85,7 @@ class Tuner:
             path = self.tunings.path_of(decision, self.subject)
             problem = self.tunings.write(decision, self.subject, value) if self.uses_files else None
             origin = f"kept in {path}" if self.uses_files and problem is None else "measured in this process"
-            text = json.dumps({"value": value, "origin": origin})
-            self._memory[path.name] = text
+            self._memory[path.name] = json.dumps({"value": value, "origin": origin, "measured": True})
             phrase = f"{origin}; {problem}" if problem else origin
         else:
             phrase = None
@@ -83,14 +93,15 @@ class Tuner:
 
     def _text(self, decision: str, parse: Callable[[dict[str, Any]], Any]) -> str:
         """The result and its origin as JSON, from memory or from a file."""
-        path = self.tunings.path_of(decision, self.subject)
-        if path.name in self._memory:
-            return self._memory[path.name]
-        if not self.uses_files or self.renews:
+        path, reads = self.tunings.path_of(decision, self.subject), self.uses_files and not self.renews
+        text = self._memory.get(path.name)
+        if text is not None and (reads or json.loads(text)["measured"]):
+            return text
+        if not reads:
             return json.dumps({"value": None, "origin": ""})
         reading = self.tunings.read(decision, self.subject, parse)
         origin = f"kept on {reading.date} in {path}" if reading.value else (reading.problem or "")
-        text = json.dumps({"value": reading.value, "origin": origin})
+        text = json.dumps({"value": reading.value, "origin": origin, "measured": False})
         if reading.value:
             self._memory[path.name] = text
         return text

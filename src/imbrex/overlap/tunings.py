@@ -85,12 +85,15 @@ class Tunings:
         path = self.path_of(decision, subject)
         content = {"decision": decision, "subject": subject, "value": value}
         content |= {"date": time.strftime("%Y-%m-%d")}
+        draft = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                file.write((json.dumps(content, indent=1) + "\n").encode())
-            os.replace(file.name, path)
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as draft:
+                draft.write((json.dumps(content, indent=1) + "\n").encode())
+            os.replace(draft.name, path)
         except OSError as error:
+            if draft is not None:
+                Path(draft.name).unlink(missing_ok=True)
             return f"{path} could not be written ({error.strerror})"
         # A temporary file can be read by its owner alone, and several users may share the folder.
         with suppress(OSError):
