@@ -89,6 +89,22 @@ FUSED = [
 
 TUNING = [
     Fault(
+        "fused-without-kept-roles",
+        "overlap/fused.py",
+        "what `imbrex tune` has kept is not read by `fused`",
+        "uses_files=True, renews=False)",
+        "uses_files=True, renews=True)",
+        ("ranks/test_tuning.py::test_fused_takes_the_roles_that_are_kept",),
+    ),
+    Fault(
+        "tuned-for-another-implementation",
+        "overlap/tuner.py",
+        "experts one after the other run what was the fastest of grouped products",
+        "experts.implementation if isinstance(experts, Ours)",
+        '"" if isinstance(experts, Ours)',
+        ("unit/test_tunings.py::test_a_result_is_not_that_of_a_layer_with_another_setting",),
+    ),
+    Fault(
         "each-rank-reads-for-itself",
         "overlap/tuner.py",
         "a rank decides by its own file, not by the first rank's",
@@ -396,6 +412,14 @@ EVENTS = [
 ]
 
 SCHEDULES = [
+    Fault(
+        "weights-wait-for-no-task",
+        "overlap/chunks.py",
+        "weights learn nothing where a scheduler leaves their gradients to the experts' tasks",
+        "self.keep, self.defer = keep, keep and defer",
+        "self.keep, self.defer = keep, keep",
+        ("ranks/test_schedule_suite.py::test_contract",),
+    ),
     Fault(
         "a-task-before-its-chunk-s",
         "schedule/tasks.py",

@@ -30,8 +30,12 @@ def run_check(ranks: Ranks, schedule: Any) -> str:
     return ""
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULERS, "serial", "fastermoe"])
-def test_contract(pool: Pool, schedule: str) -> None:
+def weights_with_experts(times) -> Order:
+    return SCHEDULERS["optsche"]({task: s for task, s in times.items() if task.kind != Kind.weights})
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULERS, "serial", "fastermoe", weights_with_experts])
+def test_contract(pool: Pool, schedule: Any) -> None:
     assert pool.run(4, run_check, schedule) == [""] * 4
 
 

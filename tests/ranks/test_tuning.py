@@ -15,13 +15,16 @@ import imbrex
 from imbrex import Routing
 from imbrex.balancer import OnlineBalancer
 from imbrex.cli import main
+from imbrex.contracts import Roles
 from imbrex.observe import Recorder
-from imbrex.overlap import Auto, auto, profiler, tuner
+from imbrex.overlap import Auto, Fused, auto, profiler, tuner
 from imbrex.overlap.tuner import broadcast_text
 from imbrex.runtime.gradients import saves_elsewhere
+from tests.emulated import kernel
 from tests.ranks.forked import run_ranks
 from tests.ranks.layer_jobs import Case, make_layer, tokens_of
 from tests.ranks.pool import Pool, Ranks
+from tests.ranks.test_fused import Kernels, an_exchange, inputs_of
 
 SMALL = imbrex.MoEConfig(hidden_size=8, intermediate_size=16, num_experts=4, top_k=2)
 
@@ -189,6 +192,28 @@ def run_spread(ranks: Ranks, text: str) -> str:
 @pytest.mark.parametrize("text", ["", "a", "eight ch", "nine char", "ä" * 50])
 def test_the_first_ranks_text_is_everyones(pool: Pool, text: str) -> None:
     assert pool.run(2, run_spread, text) == [text] * 2
+
+
+def run_fused(ranks: Ranks, folder: str) -> tuple[Roles, str]:
+    """The roles that a first call of `fused` takes, and what its reason says of them."""
+    tuner._remembered.clear()
+    with an_exchange(ranks) as (exchange, _), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IMBREX_CACHE_DIR", folder)
+        experts, (x_TD, routing) = Kernels(ranks.rank, train_down=True), inputs_of(ranks.rank, 9)
+        settings = {"fuses": True, "uses_files": True, "renews": False}
+        mine = tuner.tuner_of(exchange, experts, x_TD, **settings)
+        if ranks.rank == 0:
+            mine.tunings.write("fused", mine.subject, {"stage": 1, "sums": 2, "first": None})
+        strategy = Fused()
+        strategy.run(x_TD, routing, exchange, experts, None)
+        return exchange.dispatcher.roles, strategy.reason(exchange, experts)
+
+
+@pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
+def test_fused_takes_the_roles_that_are_kept(pool: Pool, tmp_path: Path) -> None:
+    for roles, reason in pool.run(2, run_fused, str(tmp_path)):
+        assert roles == Roles(stage=1, sums=2)
+        assert "staged by 1 blocks, sums begun by 2 blocks (kept on " in reason
 
 
 @pytest.mark.untraced

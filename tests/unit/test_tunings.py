@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import imbrex
 from imbrex.contracts import Roles
+from imbrex.experts.experts import Experts
 from imbrex.launch import netlab
 from imbrex.overlap import tunings
 from imbrex.overlap.decision import Decision, Gains, roles_as_json, roles_of_json
-from imbrex.overlap.tuner import bucket, fastest
+from imbrex.overlap.tuner import bucket, fastest, tuner_of
 from imbrex.overlap.tunings import Tunings
 from imbrex.schedule.choice import Choice
 
@@ -159,6 +162,39 @@ def test_fused_gains_over_the_fastest_without_it() -> None:
     assert replace(DECISION, gains=gains).without_fused().name == "serial"
     assert replace(DECISION, gains=replace(gains, baseline="exact-3")).without_fused().name == "exact-3"
     assert replace(DECISION, gains=None).without_fused().name == "exact-3"
+
+
+def subject_of(
+    *, tokens: int = 5, dtype: torch.dtype = torch.float32, fuses: bool = False, top_k: int = 2, **change: Any
+) -> dict[str, Any]:
+    """The subject of a layer of one rank. change: sizes and pieces other than those here."""
+    settings = {"width": 8, "inner": 12, "slots": (0, 1, 2), "implementation": "grouped", "codec": "identity"}
+    settings |= change
+    width, slots = settings["width"], settings["slots"]
+    placement = imbrex.Placement(num_experts=3, slots=slots, rank_offsets=(0, len(slots)))
+    exchange = imbrex.Exchange(placement, width, top_k, codec=settings["codec"])
+    experts = Experts(slots, width, settings["inner"], implementation=settings["implementation"])
+    x_TD = torch.zeros(tokens, width, dtype=dtype)
+    return dict(tuner_of(exchange, experts, x_TD, fuses=fuses, uses_files=False, renews=False).subject)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": 9},
+        {"dtype": torch.bfloat16},
+        {"fuses": True},
+        {"top_k": 1},
+        {"width": 16},
+        {"inner": 16},
+        {"slots": (0, 1, 2, 0)},
+        {"implementation": "loop"},
+        *({"codec": {step: "bf16"}} for step in ("dispatch", "combine", "dispatch_backward")),
+    ],
+)
+def test_a_result_is_not_that_of_a_layer_with_another_setting(change: dict[str, Any]) -> None:
+    assert subject_of(tokens=8) == subject_of()
+    assert subject_of(**change) != subject_of()
 
 
 def test_tokens_are_tuned_in_powers_of_two() -> None:
