@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from imbrex.bench.results import write_results
+from imbrex.bench.shapes import parse_shape
+from imbrex.contracts import Output, Roles
+from imbrex.experts.experts import Experts
+from imbrex.overlap import Fused
 from imbrex.reproduce import Options, comet_figure_8, comet_layer, comet_measured, find, frame
 from imbrex.reproduce.frame import Finding
 
@@ -51,12 +55,12 @@ def test_comets_figure_8_without_gpus_is_blank(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(frame, "why_not_hopper", lambda: "no GPU")
     monkeypatch.setattr(comet_figure_8, "RESULTS", tmp_path)
     finding = find("comet-figure-8", Options())
-    assert [row[:4] for row in finding.table] == [
+    assert [row[1:5] for row in finding.table] == [
         ("(not said)", "1 x 8", "4096", "18"),
         ("(not said)", "1 x 8", "16384", "26"),
         ("(not said)", "2 x 4", "16384", "46"),
     ]
-    assert {cell for row in finding.table for cell in row[4:]} == {""}
+    assert {cell for row in finding.table for cell in row[5:]} == {""}
     assert finding.rows == []
     assert "Nothing of it was measured" in finding.verdict[-1]
 
@@ -73,11 +77,44 @@ def test_comets_figure_8_names_the_best_split(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(comet_figure_8, "measure", lambda model, world, rounds: rows)
     finding = find("comet-figure-8", Options())
-    assert finding.table[-1] == ("mixtral", "2 x 2", "4096", "", "8", "1.200", "4", "0.950")
+    ratios = ["3.000", "1.200"], ["0.950", "1.100"]
+    lines = [("rows", "8"), ("sums", "4")]
+    assert [row[:7] for row in finding.table[-2:]] == [
+        (kind, "mixtral", "2 x 2", "4096", best, *over)
+        for (kind, best), over in zip(lines, ratios, strict=True)
+    ]
+    assert {row[7:] for row in finding.table} == {("",) * 6}
     assert finding.rows == rows
     assert "1.200 to 1.200 times as long" in finding.verdict[-1]
 
     check_elsewhere("comet-figure-8", comet_figure_8, finding, tmp_path, monkeypatch)
+
+
+def test_comets_figure_8_times_later_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first of a schedule ranks compare roles, for which a host waits: those that are timed are of the
+    same object."""
+    made, ran = [], []
+
+    class Noting(Fused):
+        def __init__(self, roles: Any) -> None:
+            super().__init__(roles)
+            made.append(roles)
+
+        def run(self, x_TD: torch.Tensor, routing: Any, exchange: Any, experts: Any, addend: Any) -> Any:
+            ran.append(self.roles)
+            used = sum(weight.sum() for weight in experts.parameters())
+            return Output(y_TD=x_TD + used)
+
+    monkeypatch.setattr(comet_figure_8, "Fused", Noting)
+    experts, none = Experts((0, 1), 8, 8, dtype=torch.bfloat16), cast("Any", None)
+    calls = comet_figure_8.calls_of(none, experts, parse_shape("8,8,2,1"), 4, 0)
+    for _ in range(2):
+        for kind in ("rows", "sums"):
+            for call in calls[kind].values():
+                call()
+    assert ran[: len(ran) // 2] == ran[len(ran) // 2 :]
+    assert ran[:3] == [Roles(), Roles(rows=4), Roles(rows=8)]
+    assert len(made) == len(ran) // 2 == 2 * 15
 
 
 @pytest.mark.parametrize(("number", "cases"), [(12, 4), (13, 5), (14, 6)])
