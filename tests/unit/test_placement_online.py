@@ -51,6 +51,29 @@ def test_a_balanced_layer_is_left_alone_and_moves_are_bounded(split: str) -> Non
     assert renew(later, placement, Pace(split=split, threshold=10.0)) is None
 
 
+def test_a_layer_is_judged_by_its_split() -> None:
+    """The balanced split evens out what equal shares do not."""
+    placement, load_HE = from_slots([[0, 1], [0, 2]], 3), np.array([[6.0, 3.0, 9.0]] * 16)
+    assert predicted(load_HE, to_held(placement), "even") == pytest.approx(1 / 3)
+    assert predicted(load_HE, to_held(placement), "balanced") == pytest.approx(0)
+    assert predicted(0 * load_HE, to_held(placement), "even") == 0
+    placement, load_HE = from_slots([[0, 1, 3], [0, 2, 4]], 5), np.array([[8.0, 1, 5, 1, 3]] * 16)
+    assert renew(load_HE, placement, Pace()) is None
+    new = renew(load_HE, placement, Pace(split="even"))
+    assert new is not None
+    assert predicted(load_HE, to_held(new), "even") < predicted(load_HE, to_held(placement), "even")
+
+
+def test_gains_need_not_be_sure_if_nobody_asks() -> None:
+    """One iteration says nothing of chance; and what gains nothing is no new placement."""
+    placement, load_HE = from_slots([[0, 1], [2, 3]], 4), np.array([[5.0, 5.0, 1.0, 1.0]])
+    assert renew(load_HE, placement, Pace()) is None
+    new = renew(load_HE, placement, Pace(sure=0.0, threshold=0.0))
+    assert new is not None
+    assert predicted(load_HE, to_held(new), "balanced") == 0
+    assert renew(load_HE, new, Pace(sure=0.0, threshold=0.0)) is None
+
+
 def test_window_forgets_and_weighs() -> None:
     window = LoadWindow(2, Pace(window=2, decay=0.5))
     for counts in ([9, 9], [0, 0], [4, 0], [0, 6]):

@@ -81,6 +81,27 @@ def test_moves_are_bounded_and_pay(split: str, max_moves: int | None) -> None:
         assert moves_between(old, new) == 0
 
 
+def test_few_moves_are_for_the_split_in_use() -> None:
+    """Two fetches a layer, chosen for the one split or for the other."""
+    found: dict[str, list[float]] = {}
+    old = plan_history(draw_history(2), Target(num_ranks=4, slots=20, split="even"))
+    now = draw_history(3)
+    for split in ("even", "balanced"):
+        target = Target(num_ranks=4, slots=20, split=split, max_moves=2)
+        plans = [plan_history(now, target, old)[layer] for layer in now.layers]
+        even = [imbalance(load, plan) for load, plan in zip(now.load(), plans, strict=True)]
+        balanced = [imbalances(now.counts_ILE[:, at], plan, "balanced") for at, plan in enumerate(plans)]
+        found[split] = [float(np.mean(even)), float(np.mean(balanced))]
+    assert found["even"][0] < found["balanced"][0]
+    assert found["balanced"][1] < found["even"][1]
+
+
+def test_layers_by_name_are_planned_as_with_all() -> None:
+    target = Target(num_ranks=4, slots=20)
+    whole = plan_history(draw_history(1), target)
+    assert plan_history(draw_history(1), target, layers=[4]) == {4: whole[4]}
+
+
 def test_experts_that_stay_keep_their_slot() -> None:
     old = from_slots([[3, 0, 1], [2, 4, 0]], 5)
     held = to_held(from_slots([[0, 2, 3], [1, 2, 4]], 5))
@@ -88,6 +109,9 @@ def test_experts_that_stay_keep_their_slot() -> None:
     assert new.slots == (3, 0, 2, 2, 4, 1)
     found = [(f.slot, f.expert, f.target, f.source, f.from_slot) for f in fetches(old, new)]
     assert found == [(2, 2, 0, 1, 3), (5, 1, 1, 0, 2)]
+    spare = from_slots([[3, 0, -1], [2, -1, 1]], 4)
+    fewer = to_held(from_slots([[0, 2], [1, 3]], 4))
+    assert keep_in_place(spare, fewer).slots == (2, 0, -1, 3, -1, 1)
 
 
 def test_sources_take_turns() -> None:
@@ -244,6 +268,9 @@ def test_ranks_are_renumbered_to_keep_what_they_hold() -> None:
     old = to_held(from_slots([[0, 1, 2], [3, 4], [5, 6, 0]], 7))
     new = to_held(from_slots([[5, 6, 1], [0, 4], [0, 2, 3]], 7))
     assert to_placement(match_ranks(old, new)) == from_slots([[0, 2, 3], [0, 4], [1, 5, 6]], 7)
+    # The second rank would keep both of its experts, had it three slots.
+    new = to_held(from_slots([[3, 4, 1], [0, 2], [5, 6, 0]], 7))
+    assert to_placement(match_ranks(old, new)) == from_slots([[1, 3, 4], [0, 2], [0, 5, 6]], 7)
 
 
 def test_drift_costs_few_moves() -> None:
