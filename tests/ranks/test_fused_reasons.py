@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.parametrize import register_parametrization
 
 from imbrex.contracts import Roles, RowForm
 from imbrex.experts.experts import Experts
@@ -77,6 +78,7 @@ def test_the_reason_says_what_runs_before_a_first_call(pool: Pool) -> None:
             "rows come before gate and up (a hook may read them), dx goes",
         ),
         (64, {"trained": False}, "behind the weights' gradients (not both weights are trained)"),
+        (64, {"parametrized": True}, "behind the weights' gradients (a weight is computed from parameters)"),
         (64, {"gradient_sums": ()}, "; serially in a compiled graph (a graph may not add to gradient_sums "),
     ],
 )
@@ -87,9 +89,12 @@ def test_the_reason_says_which_steps_are_not_fused(
     experts = Experts((0, 1), WIDTH, width, dtype=torch.bfloat16)
     experts.implementation = "kernels"
     for name, value in change.items():
-        setattr(experts.down_proj, "requires_grad", value) if name == "trained" else setattr(
-            experts, name, value
-        )
+        if name == "trained":
+            experts.down_proj.requires_grad = value
+        elif name == "parametrized":
+            register_parametrization(experts, "down_proj", torch.nn.Identity())
+        else:
+            setattr(experts, name, value)
     dispatcher = SimpleNamespace(roles=Roles(), why_not_form=lambda form: None)
     exchange: Any = type("OverNvlink", (), {"dispatcher": dispatcher})()
     reason = Fused().reason(exchange, experts)

@@ -177,6 +177,8 @@ def why_dx_behind(experts: Experts) -> str | None:
     if isinstance(experts, Ours):
         if not (experts.gate_up_proj.requires_grad and experts.down_proj.requires_grad):
             return "not both weights are trained"
+        if not {"gate_up_proj", "down_proj"} <= dict(experts.named_parameters(recurse=False)).keys():
+            return "a weight is computed from parameters"
         _, width, inner = experts.down_proj.shape
         if width % 64 or inner % 64:
             return f"D={width} or F={inner} is no multiple of 64"
