@@ -81,4 +81,28 @@ BALANCER = [
         "",
         ("unit/test_placement_renewal.py::test_ranks_are_renumbered_to_keep_what_they_hold",),
     ),
+    Fault(
+        "unequal-plans-are-used",
+        "balancer/online.py",
+        "ranks that planned different placements switch, each to its own",
+        "if Vote.MOVING not in votes and len({checksum for",
+        "if not votes and len({checksum for",
+        ("ranks/test_balancer.py::test_what_cannot_be_balanced_says_so_on_every_rank",),
+    ),
+    Fault(
+        "settling-is-a-failure",
+        "balancer/online.py",
+        "the balancer stops where weights are replaced often",
+        "        if intended:\n            return\n",
+        "",
+        ("ranks/test_balancer.py::test_settling_is_no_failure",),
+    ),
+    Fault(
+        "a-data-group-that-waits-is-a-failure",
+        "balancer/renewal.py",
+        "the balancer stops where the other data groups have no tokens for some steps",
+        "    if not common:\n        return []\n",
+        "",
+        ("unit/test_balancer_counts.py::test_a_plan_waits_for_nothing_where_there_is_nothing",),
+    ),
 ]

@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import imbrex
-from imbrex.balancer import Mover, OnlineBalancer, Pace
+from imbrex.balancer import Mover, OnlineBalancer, Pace, online
+from imbrex.balancer.migration import Change
 from imbrex.balancer.peer_memory import PeerMover
+from imbrex.balancer.renewal import DueLayer
 from imbrex.contracts import Placement, RowForm
 from imbrex.kernels.ffn.fp8 import quantise_experts
 from imbrex.launch.factors import factorise, make_groups
@@ -158,6 +161,20 @@ def keep_in_fp8(ranks: Ranks, config: imbrex.MoEConfig, iterations: int) -> tupl
         for old, new in zip(copies.tensors(), fresh.tensors(), strict=True):
             same &= torch.equal(old.view(torch.uint8), new.view(torch.uint8))
     return switched, same
+
+
+def settle_often(ranks: Ranks, config: imbrex.MoEConfig, times: int) -> tuple[float, float, str]:
+    """Migrations dropped and layers switched where each is settled at once, and why the balancer stopped."""
+    balancer = OnlineBalancer(EAGER, timeout=20, most_failures=1)
+    model = Model(ranks, balancer, config, 1).eval()
+    for iteration in range(times):
+        with torch.no_grad():
+            model(tokens(ranks.rank, iteration, config.hidden_size))
+        balancer.step()
+        balancer.settle()
+    balancer.close()
+    tally = balancer.tally.values
+    return tally["drops"], tally["switches"], balancer.stopped_because
 
 
 def train(ranks: Ranks, config: imbrex.MoEConfig, iterations: int, pace: Pace | None, adam: bool) -> dict:
@@ -394,7 +411,7 @@ def infer_unlucky(
     mover = type("Mover", (Unlucky,), dict(luck))
     balancer = OnlineBalancer(EAGER, timeout=20, mover=mover, patience=patience)
     model = Model(ranks, balancer, config, 2).eval()
-    outputs, switched, placements = [], [], []
+    outputs, switched, placements, late = [], [], [], set()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for iteration in numbers(iterations, balancer, until):
@@ -404,11 +421,13 @@ def infer_unlucky(
             # Time for a migration to end, as a larger model would take.
             time.sleep(0.01)
             switched.append(balancer.step())
+            late.add(balancer.tally.values["late"])
             mover.steps += 1
         balancer.settle()
     balancer.close()
     said = [str(w.message) for w in caught if "balancer" in str(w.message)]
     found = {"outputs": outputs, "switched": switched, "placements": placements, "said": said}
+    found |= {"late": late}
     return found | {"stopped": balancer.stopped_because, "tally": dict(balancer.tally.values)}
 
 
@@ -453,6 +472,33 @@ class Complaints:
                 balancer.step()
         return balancer.stopped_because
 
+    def half_in_training(self) -> None:
+        balancer = OnlineBalancer()
+        self.layer(balancer, layer=0).eval()
+        self.layer(balancer, layer=1)
+        balancer.step()
+
+    def unequal_plans(self) -> str:
+        """Rank 1 alone plans something; switches, and what the balancer says as it stops."""
+
+        def plan(wishes: list[DueLayer], *_: object) -> list[Change]:
+            (due,) = wishes
+            new = from_slots([[2, 3], [0, 1]], 4)
+            mine = Change(layer=due.layer, old=due.placement, new=new, tensors=due.tensors)
+            return [mine] if self.ranks.rank == 1 else []
+
+        mover = type("Mover", (Mover,), {"move": lambda *_: {}})
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            patch.setattr(online, "plan", plan)
+            balancer = OnlineBalancer(EAGER, timeout=2, mover=mover)
+            made = self.layer(balancer).eval()
+            for _ in numbers(0, balancer, {"stopped": 1}):
+                with torch.no_grad():
+                    made(self.x)
+                balancer.step()
+        return f"{balancer.tally.values['switches']} switches: {balancer.stopped_because}"
+
     def closed(self) -> None:
         balancer = OnlineBalancer()
         balancer.close()
@@ -479,6 +525,8 @@ def complain(ranks: Ranks, case: str) -> str:
         "twice": lambda: OnlineBalancer().attach(made.layer(OnlineBalancer())),
         "closed": made.closed,
         "plan": made.another_plan,
+        "half in training": made.half_in_training,
+        "unequal plans": made.unequal_plans,
     }
     try:
         return cases[case]()

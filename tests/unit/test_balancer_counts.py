@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +30,7 @@ def test_an_iteration_by_hand() -> None:
     assert found.counts_E.tolist() == [6, 6, 1, 4]
     assert found.crossings_WW.tolist() == [[4, 6], [5, 2]]
     assert found.loads_W.tolist() == [9, 8]
+    assert found.known
 
 
 def test_tensor_ranks_count_for_their_expert_rank_and_one_row_for_the_first() -> None:
@@ -39,6 +43,7 @@ def test_tensor_ranks_count_for_their_expert_rank_and_one_row_for_the_first() ->
 def test_pages_of_a_book_differ_by_what_came_between() -> None:
     book = Book(torch.device("cpu"), 1.0)
     one, at_one = book.open(2, 3)
+    assert book.open(1, 3)[1] == (0, 6), "a block is for many layers"
     two, at_two = book.open(2, BLOCK // 2)
     one += 1
     before = book.turn()
@@ -92,7 +97,11 @@ def test_parts_of_an_iteration() -> None:
 def test_a_plan_waits_for_nothing_where_there_is_nothing() -> None:
     empty = Iteration(PLACEMENT, lambda: np.zeros((2, 6), dtype=np.int64))
     due = DueLayer(layer=0, recent=[empty], placement=PLACEMENT, tensors={}, pace=Pace())
-    assert plan([due], None) == []
+    never: Any = None
+    assert plan([due], None, never) == []
+    known = Iteration(PLACEMENT, lambda: np.ones((2, 6), dtype=np.int64))
+    idle: Any = SimpleNamespace(meet=lambda _, mine: torch.stack([mine, torch.zeros_like(mine)]))
+    assert plan([replace(due, recent=[known])], idle, never) == [], "the other data group has no counts yet"
 
 
 def renewed(new: Placement | None, max_moves: int = 8) -> list[Change]:
@@ -105,6 +114,11 @@ def renewed(new: Placement | None, max_moves: int = 8) -> list[Change]:
 
 def test_a_policy_of_somebodys_own() -> None:
     assert renewed(None) == []
+    seen = []
+    known = Iteration(PLACEMENT, lambda: np.full((2, 6), 8))
+    due = DueLayer(layer=5, recent=[known], placement=PLACEMENT, tensors={}, pace=Pace())
+    plan([due], None, lambda parts, *_, whole_HE: seen.extend([len(parts), len(whole_HE)]))
+    assert seen == [2, 1], "parts of iterations, and whole ones"
     (change,) = renewed(SWAPPED)
     assert (change.layer, change.old, change.new) == (5, PLACEMENT, SWAPPED)
 

@@ -63,6 +63,7 @@ def test_state_of_one_number_follows_its_expert() -> None:
     experts.scale.grad = torch.ones(1)
     made.step()
     assert sorted(optimizer_tensors(experts, made)) == ["scale.exp_avg", "scale.exp_avg_sq"]
+    assert list(slot_tensors(experts, 1)) == ["scale"]
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adagrad", "RMSprop"])
