@@ -8,10 +8,12 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor
 from torch.nn.modules.module import (
     register_module_full_backward_hook,
@@ -23,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import imbrex
-from imbrex import contracts
+from imbrex import AuxLosses, contracts
 from imbrex.codec.int8 import Int8
 from imbrex.contracts import Dispatched, Output, Routing, RowExchange, RowForm
 from imbrex.exchange import autograd
@@ -397,6 +399,18 @@ def test_sizes_of_shared_experts(width: Any) -> None:
         ValueError, match=r"SharedExperts: intermediate_size is .*; (give a whole|it must be)"
     ):
         imbrex.SharedExperts(intermediate_size=width)
+
+
+def test_a_checkpoint_inside_of_a_graph_gives_the_same() -> None:
+    """A layer keeps its routing, with losses: a side effect that torch is to be told of."""
+    layer, x_TD, answers = make(losses=AuxLosses(load_balance=0.1)), torch.randn(5, 8), []
+    whole = partial(checkpoint, layer, x_TD.requires_grad_(), use_reentrant=False)
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        for run in (partial(layer, x_TD), torch.compile(whole, backend="eager", fullgraph=True)):
+            y_TD: Any = run()
+            loss = y_TD.square().sum() + imbrex.aux_loss(layer)
+            answers.append([y_TD, *torch.autograd.grad(loss, [x_TD, *layer.parameters()])])
+    assert [torch.equal(a, b) for a, b in zip(*answers, strict=True)] == [True] * 5
 
 
 def test_losses_of_a_call_without_gradients_are_told() -> None:
