@@ -18,6 +18,7 @@ from imbrex.testing import trials
 
 PRODUCTS = {
     "gemm/gemm.cu",
+    "gemm/behind.cu",
     "gemm/follow.cu",
     "ffn/both.cu",
     "fused/down_home.cu",

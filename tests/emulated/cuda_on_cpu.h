@@ -140,6 +140,8 @@ inline u64 load_relaxed_sys(const u64* word) { return *const_cast<volatile const
 inline bool named_barrier_and(int id, int threads, bool fine) { return emu::meet(emu::self().block->named[id], threads, fine); }
 inline u32 add_acq_rel_gpu(u32* word, u32 value) { u32 before = *word; *word += value; return seen(before); }
 inline void add_relaxed_gpu(u32* word, u32 value) { *word += value; }
+inline void add_release_cta(u32* word, u32 value) { *word += value; emu::breathe(); }
+inline u32 take_acquire_cta(u32* word) { u32 value = *word; *word = 0; return seen(value); }
 inline u32 swap_if_sys(u32* word, u32 expected, u32 value) {  // of another process's rank, perhaps
     __atomic_compare_exchange_n(word, &expected, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
     return seen(expected);

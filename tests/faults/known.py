@@ -290,6 +290,22 @@ EXPERTS = [
         ("unit/test_expert_kernels_emulated.py::test_forward_keeps_gate_and_up",),
     ),
     Fault(
+        "behind-not-zero",
+        "kernels/gemm/behind.cu",
+        "counters of parts that are made are not zero again behind the second product",
+        "        for (int i = 0; i <= kParts; ++i) progress[i] = 0;\n",
+        "        progress[kParts] = 0;\n",
+        ("unit/test_expert_kernels_emulated.py::test_a_product_behind_has_the_same_bits",),
+    ),
+    Fault(
+        "behind-while-stored",
+        "kernels/gemm/parts.cuh",
+        "a tile is told while its stores are under way",
+        "        note<kCommits>();\n",
+        "        note<2 * kCommits>();\n",
+        ("unit/test_product_behind.py",),
+    ),
+    Fault(
         "groups-of-tiles-overlap",
         "kernels/gemm/scheduler.cuh",
         "the last group of row tiles is taken for a whole one",

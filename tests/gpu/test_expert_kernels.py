@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,8 +16,8 @@ from imbrex.kernels.ffn.inputs import why_not_ffn
 from imbrex.kernels.ffn.products import FOLLOWING
 from imbrex.kernels.ffn.tokens import TILINGS as GATHER_TILINGS
 from imbrex.kernels.ffn.tokens import ffn_tokens
-from imbrex.kernels.gemm.gemm import ALONE, FOLLOWS, Epilogue, Layout, Tiling, launch_gemm
-from imbrex.kernels.gemm.tiling import PAIRED, SHARED, gemm_choices
+from imbrex.kernels.gemm.gemm import ALONE, FOLLOWS, Epilogue, Layout, Tiling, begins_behind, launch_gemm
+from imbrex.kernels.gemm.tiling import PAIRED, SHARED, SMALL, gemm_choices
 from tests.emulated.ragged import reference_ffn
 
 pytestmark = pytest.mark.gpu
@@ -117,6 +119,43 @@ def test_a_product_that_follows_waits_for_its_rows(case, tiling: Tiling) -> None
             found.append(out)
         assert torch.equal(found[0].view(torch.int16), found[1].view(torch.int16))
     assert groups.plan[:4].tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["result", "keep"])
+@pytest.mark.parametrize("second", [SHARED, SMALL, PAIRED], ids=["shared", "small", "paired"])
+@pytest.mark.parametrize("first", [SHARED, SMALL, PAIRED], ids=["shared", "small", "paired"])
+def test_a_product_begins_in_the_last_wave_of_the_one_that_makes_its_rows(
+    first: Tiling, second: Tiling, keep: bool
+) -> None:
+    """Experts fewer and more than the parts that are waited for, twenty times each, behind other products."""
+    torch.manual_seed(1)
+    for counts, inner, width in (([130, 0, 700], 264, 512), ([9, 0, 300, 64, 65] * 7, 1408, 704)):
+        rows, groups = sum(counts), groups_of(counts)
+        x, gate_up = draw(rows + TAIL, width), draw(len(counts), 2 * inner, width, scale=width**-0.5)
+        down, weights = draw(len(counts), width, inner, scale=inner**-0.5), torch.rand(rows, device=CUDA)
+        found = []
+        for turn in range(21):
+            act, kept, out = (poisoned(rows + TAIL, size) for size in (inner, 2 * inner, width))
+            up: dict[str, Any] = {
+                "tiling": first,
+                "epilogue": Epilogue.SWIGLU_KEEP if keep else Epilogue.SWIGLU,
+            }
+            up["gate_up"] = kept if keep else None
+            last: dict[str, Any] = {"tiling": second, "epilogue": Epilogue.WEIGHTED, "weights_R": weights}
+            if turn:
+                tiles = -(-inner // (first.block_n // 2))
+                up["progress"] = groups.progress
+                last |= {"progress": groups.progress, "beside": begins_behind(tiles)}
+            ends = groups.ends_e
+            launch_gemm(Layout.FORWARD, x, gate_up, ends, act, groups.counter, **up)
+            counter = groups.other_counter if turn else groups.counter
+            launch_gemm(Layout.FORWARD, act, down, ends, out, counter, **last)
+            found.append(out)
+        for out in found[1:]:
+            assert torch.equal(found[0].view(torch.int16), out.view(torch.int16))
+        assert found[0][rows:].isnan().all()
+        assert not found[0][:rows].isnan().any()
+        assert not groups.plan[: -len(counts)].any()
 
 
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)

@@ -26,7 +26,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     emulate(monkeypatch, blocks=1)
-    here = _scoped_library("imbrex_experts_v3", "IMPL"), _scoped_library("imbrex_experts_fp8", "IMPL")
+    here = _scoped_library("imbrex_experts_v4", "IMPL"), _scoped_library("imbrex_experts_fp8", "IMPL")
     with here[0] as bf16, here[1] as fp8:
         bf16.impl("ffn", run_ffn, "CPU")
         bf16.impl("ffn_backward", run_ffn_backward, "CPU")
@@ -52,7 +52,7 @@ COUNTS = [9, 0, 4]
 def test_operators_obey_torchs_rules(trained: str) -> None:
     given = leaves(trained)
     weights = given.pop("weights")
-    opcheck(torch.ops.imbrex_experts_v3.ffn.default, (*given.values(), torch.tensor(COUNTS), weights, True))
+    opcheck(torch.ops.imbrex_experts_v4.ffn.default, (*given.values(), torch.tensor(COUNTS), weights, True))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

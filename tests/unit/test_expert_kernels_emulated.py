@@ -7,13 +7,15 @@ import re
 import shutil
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from imbrex.kernels.ffn import glue
 from imbrex.kernels.gemm import gemm
-from imbrex.kernels.gemm.gemm import ALONE, FOLLOWS, Epilogue, Layout, Tiling, launch_gemm
+from imbrex.kernels.gemm.gemm import ALONE, FOLLOWS, Epilogue, Layout, Tiling, begins_behind, launch_gemm
 from imbrex.kernels.gemm.tiling import LOW, OWN, SHARED, SMALL
 from imbrex.kernels.jit import KernelError
 from tests.emulated.gemm import NARROW, emulate
@@ -182,6 +184,36 @@ def test_a_product_that_follows_has_the_same_bits(monkeypatch: pytest.MonkeyPatc
         found.append(out)
     assert torch.equal(found[0].view(torch.int16), found[1].view(torch.int16))
     assert found[0].isnan().sum() == TAIL * 264
+
+
+@pytest.mark.parametrize("counts", [[70, 0, 200], [9, 0, 1, 64, 65] * 3], ids=["few", "many"])
+@pytest.mark.parametrize(("tiling", "keep"), [(SHARED, True), (SMALL, False), (PAIR, False)], ids=str)
+def test_a_product_behind_has_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, tiling: Tiling, keep: bool, counts: list[int]
+) -> None:
+    """Gate and up tell of every part of fewer and of more experts than there are parts, and down leaves zeros
+    behind; told of nothing, down does not end."""
+    torch.manual_seed(9)
+    x, gate_up, down = rows_of(counts, 72), draw(len(counts), 2 * 144, 72), draw(len(counts), 264, 144)
+    groups, results = glue.Groups(torch.cat([torch.zeros(glue.COUNTERS).int(), ends_of(counts)])), []
+    for behind in (False, True):
+        act, kept, out = poisoned(len(x), 144), poisoned(len(x), 288), poisoned(len(x), 264)
+        emulate(monkeypatch, blocks=2 * tiling.cluster)
+        up: dict[str, Any] = {"epilogue": Epilogue.SWIGLU}
+        if keep:
+            up = {"epilogue": Epilogue.SWIGLU_KEEP, "gate_up": kept}
+        more: dict[str, Any] = {"progress": groups.progress} if behind else {}
+        operands = groups.ends_e, act, groups.counter
+        launch_gemm(Layout.FORWARD, x, gate_up, *operands, tiling=tiling, **up, **more)
+        if behind:
+            assert int(groups.progress.sum()) == sum(counts) * -(-144 // (tiling.block_n // 2))
+            more["beside"] = begins_behind(-(-144 // (tiling.block_n // 2)))
+        operands = groups.ends_e, out, groups.other_counter
+        launch_gemm(Layout.FORWARD, act, down, *operands, tiling=tiling, **more)
+        assert not groups.plan[: -len(counts)].any()
+        results.append(out.view(torch.int16))
+    assert torch.equal(results[0], results[1])
+    assert poisoned(TAIL, 264).view(torch.int16).equal(results[1][-TAIL:])
 
 
 @pytest.mark.parametrize("columns", [128, 136], ids=["wide", "narrow"])

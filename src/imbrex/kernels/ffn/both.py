@@ -15,6 +15,7 @@ from imbrex.kernels import jit, records
 from imbrex.kernels.arguments import multiprocessors
 from imbrex.kernels.ffn.glue import Groups
 from imbrex.kernels.gemm.gemm import (
+    BEHIND,
     FOLLOWS,
     Epilogue,
     Layout,
@@ -125,7 +126,7 @@ def ended_before_last(device: int) -> bool:
     """Whether sums behind the last launch of the current stream find what all launches before that one wrote:
     it is a product that waits for them before sums may begin. device: a CUDA device's number, or -1."""
     latest = jit.latest_launch(device)
-    return latest is not None and latest.entry in (FOLLOWS.file[1], ENTRY)
+    return latest is not None and latest.entry in (FOLLOWS.file[1], BEHIND[1], ENTRY)
 
 
 def shared_bytes(experts: int, *, fp8: bool = False) -> int:

@@ -34,6 +34,7 @@ from imbrex.kernels.gemm.gemm import (
     Layout,
     Slopes,
     Tiling,
+    begins_behind,
     gemm_variant,
 )
 from imbrex.kernels.gemm.tiling import gemm_choices
@@ -43,9 +44,9 @@ from imbrex.runtime.gradients import saves_elsewhere
 from imbrex.runtime.tracing import differentiated, once_differentiable, traced
 
 # Plain dispatcher registrations: `custom_op` adds host time to every call.
-# v3: torch keeps compiled graphs on disk by what they call, with the sizes that results had that day. When a
+# v4: torch keeps compiled graphs on disk by what they call, with the sizes that results had that day. When a
 # result's size changes, or an argument, so must the name.
-_library = Library("imbrex_experts_v3", "DEF")
+_library = Library("imbrex_experts_v4", "DEF")
 _library.define(
     "ffn(Tensor rows_RD, Tensor gate_up_eGD, Tensor down_eDF, Tensor counts_e, Tensor? weights_R, bool keep)"
     " -> (Tensor, Tensor, Tensor)"
@@ -108,7 +109,7 @@ def ffn(
         if traced(*inputs[:-1]):
             raise ValueError("ffn: under torch.compile gradients cannot be added to tensors; give none")
     elif beside is None and traced(*inputs[:-1]):
-        return torch.ops.imbrex_experts_v3.ffn(*inputs)[0]
+        return torch.ops.imbrex_experts_v4.ffn(*inputs)[0]
     if not training:
         return run_ffn(*inputs, beside, groups)[0]
     backward = gradients, recording(gate_up_eGD) and recording(down_eDF)
@@ -168,11 +169,14 @@ def run_experts(
     if not elsewhere:
         run_in_order(rows_RD, (gate_up_eGD, down_eDF), groups, act_RF, y_RD, weights_R, gate_up_RG)
         return y_RD
+    tiles, what = 0, {"act_RF": act_RF, "down_eDF": down_eDF, "groups": groups, "out_RD": y_RD}
     if rows and down_eDF.shape[0]:
         up = Epilogue.SWIGLU if gate_up_RG is None else Epilogue.SWIGLU_KEEP
         more: Extras = {"gate_up": gate_up_RG, "index_R": index_R, "beside": beside or ALONE}
-        queue_product(Layout.FORWARD, rows_RD, gate_up_eGD, groups, act_RF, up, **more)
-    last = LeftProduct(act_RF=act_RF, down_eDF=down_eDF, groups=groups, out_RD=y_RD, weights_R=weights_R)
+        if beside is None or beside.own_e2 is None:  # else another kernel computes what is left
+            more["progress"] = groups.progress
+        tiles = queue_product(Layout.FORWARD, rows_RD, gate_up_eGD, groups, act_RF, up, **more)
+    last = LeftProduct(**what, weights_R=weights_R, tiles=tiles)
     if beside is None or beside.leave is None:
         last()
     else:
@@ -214,15 +218,18 @@ def run_products(
         return
     up = Epilogue.SWIGLU if gate_up_RG is None else Epilogue.SWIGLU_KEEP
     early, operands = groups.expected > 0 and gate_up_RG is None, (rows_RD, gate_up_eGD, groups, act_RF, up)
-    queue_product(Layout.FORWARD, *operands, follows=early, gate_up=gate_up_RG)
-    LeftProduct(act_RF=act_RF, down_eDF=down_eDF, groups=groups, out_RD=out_RD, weights_R=weights_R)()
+    more: Extras = {"gate_up": gate_up_RG, "progress": groups.progress}
+    tiles = queue_product(Layout.FORWARD, *operands, follows=early, **more)
+    what = {"act_RF": act_RF, "down_eDF": down_eDF, "groups": groups, "out_RD": out_RD}
+    LeftProduct(**what, weights_R=weights_R, tiles=tiles)()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeftProduct:
     """The experts' last product, which writes `out_RD` when it is called, or which another kernel computes:
     rows of act_RF times down_eDF [e, D, F] in `groups`, times `weights_R` where given. own_e2: int32, the
-    first own row of every expert, and the one behind the last, where somebody has found them."""
+    first own row of every expert, and the one behind the last, where somebody has found them. tiles: those of
+    columns of the product that makes the rows, where it tells of them."""
 
     act_RF: Tensor
     down_eDF: Tensor
@@ -230,6 +237,7 @@ class LeftProduct:
     out_RD: Tensor
     weights_R: Tensor | None
     own_e2: Tensor | None = None
+    tiles: int = 0
 
     @property
     def epilogue(self) -> Epilogue:
@@ -248,7 +256,10 @@ class LeftProduct:
         if self.is_empty:
             return
         operands = self.act_RF, self.down_eDF, self.groups, self.out_RD, self.epilogue
-        queue_product(Layout.FORWARD, *operands, weights_R=self.weights_R, follows=True)
+        more: Extras = {"weights_R": self.weights_R}
+        if self.tiles:
+            more |= {"beside": begins_behind(self.tiles), "progress": self.groups.progress}
+        queue_product(Layout.FORWARD, *operands, follows=True, **more)
 
 
 def _fake_ffn(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep):
@@ -341,7 +352,7 @@ def ffn_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`run_ffn_backward`, but that the gradient of gate and up is written over them unless as an operator."""
     if as_operators:
-        return torch.ops.imbrex_experts_v3.ffn_backward(d_y_RD, *saved, needs)
+        return torch.ops.imbrex_experts_v4.ffn_backward(d_y_RD, *saved, needs)
     return ffn_gradients(d_y_RD, saved, needs, consume=True)
 
 
@@ -450,7 +461,7 @@ def _backward(ctx, d_y_RD, *_):
     if d_y_RD is None:
         return (None,) * 6
     rows, gate_up, down, _, weights, _ = ctx.needs_input_grad
-    d_rows, d_gate_up, d_down, d_weights = torch.ops.imbrex_experts_v3.ffn_backward(
+    d_rows, d_gate_up, d_down, d_weights = torch.ops.imbrex_experts_v4.ffn_backward(
         d_y_RD, *ctx.saved_tensors, (rows, gate_up, down)
     )
     return (
@@ -494,7 +505,7 @@ class Ffn(torch.autograd.Function):
         deferral = ctx.deferral if saved.rows_RD.shape[0] and saved.down_eDF.shape[0] else None
         ours, needs = add_to is None and deferral is None, (rows, gate_up, down)
         if ours and ctx.beside is ALONE and traced(d_y_RD):
-            results = torch.ops.imbrex_experts_v3.ffn_backward(d_y_RD, *saved, needs)
+            results = torch.ops.imbrex_experts_v4.ffn_backward(d_y_RD, *saved, needs)
         else:
             ctx.consumed = True
             more = {"gradients": add_to, "deferral": deferral, "beside": ctx.beside}
@@ -533,9 +544,9 @@ def bring_gradient(node: Any, beside: Beside) -> None:
 
 _library.impl("ffn", run_ffn, "CUDA")
 _library.impl("ffn_backward", run_ffn_backward, "CUDA")
-register_fake("imbrex_experts_v3::ffn", _fake_ffn, lib=_library)
-register_fake("imbrex_experts_v3::ffn_backward", _fake_ffn_backward, lib=_library)
-register_autograd("imbrex_experts_v3::ffn", _backward, setup_context=_setup, lib=_library)
+register_fake("imbrex_experts_v4::ffn", _fake_ffn, lib=_library)
+register_fake("imbrex_experts_v4::ffn_backward", _fake_ffn_backward, lib=_library)
+register_autograd("imbrex_experts_v4::ffn", _backward, setup_context=_setup, lib=_library)
 
 
 def shipped_variants() -> list[Variant]:

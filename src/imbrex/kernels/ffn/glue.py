@@ -33,10 +33,10 @@ _BLOCKS_PER_SM = 8
 _UNIT = 8  # bf16 values in 16 bytes
 
 
-COUNTERS = 12
+COUNTERS = 24
 """int32 zeros before the ends, which begin at 16 bytes: a product counts its tiles in the first two, one that
-begins before the product before it has ended in the next two, and the parts of its result that are written
-in the last eight (fused/down_home.cu)."""
+begins before the product before it has ended in the next two; eight count the parts of its result that are
+written (fused/down_home.cu), and nine those of its rows that are made (gemm/parts.cuh)."""
 
 
 def hit_words(experts: int) -> int:
@@ -74,7 +74,13 @@ class Groups:
     @property
     def written(self) -> Tensor:
         """Rows of every part of the last product's result that are in memory, times tiles."""
-        return self.plan[4:COUNTERS]
+        return self.plan[4:12]
+
+    @property
+    def progress(self) -> Tensor:
+        """Rows of every part of the experts that the first product has made, times tiles; zeros again behind
+        the second."""
+        return self.plan[12:21]
 
 
 def glue_variants() -> list[Variant]:

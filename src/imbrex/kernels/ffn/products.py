@@ -10,9 +10,20 @@ from torch import Tensor
 
 from imbrex.kernels.arguments import multiprocessors
 from imbrex.kernels.ffn.glue import Groups
-from imbrex.kernels.gemm.gemm import FOLLOWS, Epilogue, Extras, Layout, Tiling, gemm_variant, launch_gemm
+from imbrex.kernels.gemm.gemm import (
+    ALONE,
+    BEHIND,
+    FOLLOWS,
+    Epilogue,
+    Extras,
+    Layout,
+    Tiling,
+    gemm_variant,
+    launch_gemm,
+    of_file,
+)
 from imbrex.kernels.gemm.portable import is_portable, launch_portable
-from imbrex.kernels.gemm.tiling import LOW, SHARED, SMALL, choose_tiling
+from imbrex.kernels.gemm.tiling import LOW, PAIRED, SHARED, SMALL, choose_tiling
 from imbrex.kernels.jit import Variant
 
 FOLLOWING = (SHARED, LOW, SMALL)
@@ -30,30 +41,36 @@ def queue_product(
     *,
     follows: bool = False,
     **more: Unpack[Extras],
-) -> None:
+) -> int:
     """Queues one product of `groups`. follows: the launch right before makes its rows, and where they end is
-    known, or told, before it ends (gemm/follow.cu)."""
+    known, or told, before it ends (gemm/follow.cu). With `progress` it tells of its tiles where it can
+    (gemm/parts.cuh), and returns how many of columns there are, for `begins_behind`; else 0."""
+    progress = more.pop("progress", None)
     if is_portable(a.get_device()):
         launch_portable(layout, a, b, groups.ends_e, out, epilogue, **more)
-        return
+        return 0
     index_R, experts = more.get("index_R"), groups.ends_e.numel()
     rows = a.shape[0] if index_R is None else index_R.shape[0]
     operands, expected = (layout, epilogue, rows, experts, a, out), groups.expected if follows else 0
     tiling = tiling_of(*operands, gather=index_R is not None, expected=expected)
-    early = follows and tiling in FOLLOWING and (expected or rows) <= FEW_ROWS * experts
+    behind = more.get("beside", ALONE).file == BEHIND
+    early = follows and not behind and tiling in FOLLOWING and (expected or rows) <= FEW_ROWS * experts
     if early:
         more["beside"] = FOLLOWS
+    elif progress is not None:
+        more["progress"] = progress
     launch_gemm(
         layout,
         a,
         b,
         groups.ends_e,
         out,
-        groups.other_counter if early and epilogue is not Epilogue.SWIGLU else groups.counter,
+        groups.other_counter if behind or (early and epilogue is not Epilogue.SWIGLU) else groups.counter,
         tiling=tiling,
         epilogue=epilogue,
         **more,
     )
+    return 0 if progress is None or early else -(-out.shape[-1] // (tiling.block_n // 2))
 
 
 def tiling_of(
@@ -83,7 +100,11 @@ def tiling_of(
 def following_variants() -> list[Variant]:
     """Every product that can begin before the one before it has ended."""
     cuts = itertools.product((Epilogue.SWIGLU, Epilogue.PLAIN, Epilogue.WEIGHTED), FOLLOWING)
-    return [following_variant(*cut) for cut in cuts]
+    behind = itertools.product((Epilogue.PLAIN, Epilogue.WEIGHTED), (SHARED, SMALL, PAIRED))
+    return [
+        *(following_variant(*cut) for cut in cuts),
+        *(of_file(gemm_variant(Layout.FORWARD, *cut), BEHIND) for cut in behind),
+    ]
 
 
 def following_variant(epilogue: Epilogue, tiling: Tiling) -> Variant:

@@ -6,9 +6,22 @@
 #define BESIDE 72
 #include "fused/own_rows.cuh"
 #include "gemm/cut.cuh"
+#include "gemm/parts.cuh"
 #include "gemm/run.cuh"
 
 namespace gemm {
+
+constexpr bool kTells = C::kForward && C::kSwiglu;
+
+// Whoever tells of tiles brings rows before.
+struct BringAndTell {
+    fused::BringAndFind bring;
+    TellParts<C> tell;
+    __device__ __forceinline__ void operator()() const {
+        bring();
+        if (tells()) tell();
+    }
+};
 
 // As `grouped_gemm` (gemm/gemm.cu), and what movers need. `group`: of this rank, with the blocks of this
 // launch.
@@ -17,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
                      const __grid_constant__ TensorMap map_d, const __grid_constant__ TensorMap map_h,
                      const int* ends, const int* segments, int count, int rows, int columns, int k,
                      const float* weights, u32* counter, u32* status, Scales scales, Slopes slopes,
-                     const i64* index, const __grid_constant__ fused::Group group,
+                     const i64* index, u32* progress, const __grid_constant__ fused::Group group,
                      const __grid_constant__ fused::Rows moved) {
     extern __shared__ u8 memory[];
     __shared__ Slot slots[kSlots];
@@ -29,13 +42,20 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
         ptx::prefetch_map(&map_b);
         ptx::prefetch_map(&map_d);
     }
+    __shared__ Done done;
+    if constexpr (kTells) clear(done);
     ptx::wait_for_launches();
     ptx::launch_dependents();
     meet<C>();
-    run<C>({&map_a, &map_b, ends, segments, count, rows, columns, k, weights, counter, status, scales, slopes,
-            index},
-           shared, fused::Come<C::kBlockM>{group, moved, status}, StoreTiles{&map_d, &map_h},
-           EveryBlock<C::kCluster>{}, fused::BringAndFind{{group, moved}, ends, count});
+    const Problem problem{&map_a, &map_b, ends, segments, count, rows, columns, k, weights, counter, status,
+                          scales, slopes, index};
+    const fused::Come<C::kBlockM> ready{group, moved, status};
+    const fused::BringAndFind beside{{group, moved}, ends, count};
+    if constexpr (kTells)
+        run<C>(problem, shared, ready, NoteTiles<C>{&map_d, &map_h, done, count}, EveryBlock<C::kCluster>{},
+               BringAndTell{beside, {done, progress}});
+    else
+        run<C>(problem, shared, ready, StoreTiles{&map_d, &map_h}, EveryBlock<C::kCluster>{}, beside);
 }
 
 }  // namespace gemm

@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
                          const __grid_constant__ TensorMap map_d, const __grid_constant__ TensorMap map_h,
                          const int* ends, const int* segments, int count, int rows, int columns, int k,
                          const float* weights, u32* counter, u32* status, Scales scales, Slopes slopes,
-                         const i64* index) {
+                         const i64* index, u32* progress) {
     extern __shared__ u8 memory[];
     __shared__ Slot slots[kSlots];
     __shared__ u64 barriers[2 * C::kStages + 2 * kSlots + 2];

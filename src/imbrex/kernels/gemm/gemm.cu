@@ -26,9 +26,19 @@
 //   GROUP_M   row tiles side by side: gemm/scheduler.cuh
 // Both enums are gemm.py's (gemm/kinds.cuh is made from them). What the kernel does is `run`: gemm/run.cuh.
 #include "gemm/cut.cuh"
+#include "gemm/parts.cuh"
 #include "gemm/run.cuh"
 
 namespace gemm {
+
+// Gate and up tell of their tiles where `progress` is given (gemm/parts.cuh).
+constexpr bool kTells = C::kForward && C::kSwiglu && !C::kFp8;
+
+struct TellAlone : TellParts<C> {
+    __device__ __forceinline__ void operator()() const {
+        if (tells()) TellParts<C>::operator()();
+    }
+};
 
 // map_h: gate and up, kept or their gradients, else unused. The others: see Problem.
 extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
@@ -36,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
                  const __grid_constant__ TensorMap map_d, const __grid_constant__ TensorMap map_h,
                  const int* ends, const int* segments, int count, int rows, int columns, int k,
                  const float* weights, u32* counter, u32* status, Scales scales, Slopes slopes,
-                 const i64* index) {
+                 const i64* index, u32* progress) {
     extern __shared__ u8 memory[];
     __shared__ Slot slots[kSlots];
     __shared__ u64 barriers[2 * C::kStages + 2 * kSlots + 2];
@@ -52,12 +62,18 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
         ptx::prefetch_map(&map_b);
         ptx::prefetch_map(&map_d);
     }
+    __shared__ Done done;
+    if constexpr (kTells) clear(done);
     ptx::wait_for_launches();
     ptx::launch_dependents();
     meet<C>();
-    run<C>({&map_a, &map_b, ends, segments, count, rows, columns, k, weights, counter, status, scales, slopes,
-            index},
-           shared, Always{}, StoreTiles{&map_d, &map_h});
+    const Problem problem{&map_a, &map_b, ends, segments, count, rows, columns, k, weights, counter, status,
+                          scales, slopes, index};
+    if constexpr (kTells)
+        run<C>(problem, shared, Always{}, NoteTiles<C>{&map_d, &map_h, done, count},
+               EveryBlock<C::kCluster>{}, TellAlone{{done, progress}});
+    else
+        run<C>(problem, shared, Always{}, StoreTiles{&map_d, &map_h});
 }
 
 }  // namespace gemm

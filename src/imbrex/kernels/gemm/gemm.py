@@ -162,6 +162,13 @@ SOURCE, ENTRY = "gemm/gemm.cu", "grouped_gemm"
 ALONE = Beside(file=(SOURCE, ENTRY), args=lambda blocks: (), key=())
 FOLLOWS = Beside(file=("gemm/follow.cu", "product_that_follows"), args=lambda blocks: (), key=(-1,))
 """A product whose rows the launch right before makes, with a counter of its own."""
+BEHIND = "gemm/behind.cu", "product_behind"
+
+
+def begins_behind(tiles: int) -> Beside:
+    """A product that begins in the last wave of the one that makes its rows and has `tiles` tiles of columns
+    (gemm/parts.cuh), with a counter of its own."""
+    return Beside(file=BEHIND, args=lambda blocks: (tiles,), key=(-2, tiles))
 
 
 def gemm_variant(
@@ -380,7 +387,8 @@ class Extras(TypedDict, total=False):
     bytes apart); `out` is bf16, and fp8 again with SWIGLU. slopes (DGRAD): a b is the gradient of SwiGLU's
     result and `out` gets that result. ADD, ADD_FLOAT (WGRAD) add to `out`, bf16 or float32. index_R (int64,
     FORWARD): row r is a[index_R[r]], a [T, K]: the bits of a permuted copy. blocks: of the launch. beside: a
-    kernel that does more (FORWARD, or DGRAD where N is a multiple of 64; bf16, no index).
+    kernel that does more (FORWARD, or DGRAD where N is a multiple of 64; bf16, no index). progress: int32
+    zeros, where SWIGLU and SWIGLU_KEEP tell of their tiles, in bf16, and `begins_behind` waits.
     """
 
     gate_up: torch.Tensor | None
@@ -391,6 +399,7 @@ class Extras(TypedDict, total=False):
     index_R: torch.Tensor | None
     blocks: int | None
     beside: Beside
+    progress: torch.Tensor | None
 
 
 def launch_gemm(
@@ -419,7 +428,7 @@ def launch_gemm(
         layout, epilogue, tiling, option("blocks"),
         a.data_ptr(), a.shape, a.stride(0), b.data_ptr(), b.shape, out.data_ptr(), out.shape,
         ends_e.data_ptr(), ends_e.shape, counter.data_ptr(), device,
-        _at(option("gate_up")), _at(option("weights_R")), _at(option("index_R")),
+        _at(option("gate_up")), _at(option("weights_R")), _at(option("index_R")), _at(option("progress")),
         None if scales is None else scales.key(), None if slopes is None else slopes.key(),
         None if segments is None else (segments.data_ptr(), segments.shape[0]),
         option("beside", ALONE).key,
@@ -482,6 +491,7 @@ def _arguments(
         _NO_SCALES if scales is None else scales.argument(),
         _NO_SLOPES if slopes is None else slopes.argument(),
         index_R,
+        option("progress"),
     ]
 
 

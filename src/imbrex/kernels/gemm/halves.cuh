@@ -162,7 +162,10 @@ __device__ __forceinline__ void consume_halves(const Problem& problem, const Sha
     while (tile.steps >= 0 && __all_sync(0xffffffffu, patience != 0)) {
         const int row = tile.row + 64 * group, rows = least(tile.rows - 64 * group, 64);
         if (rows <= 0 || (C::kWgrad && tile.steps == 0)) {
-            if (rows <= 0) pass_tile<C>(shared, tile, patience);
+            if (rows <= 0) {
+                pass_tile<C>(shared, tile, patience);
+                sink.passed(stores.thread);
+            }
             if (C::kWgrad && rows > 0 && C::kEpilogue == Epilogue::kPlain) {
                 const float zeros[C::kSums] = {};
                 store_block<C>(zeros, sink, stores, tile, row, rows, weights);

@@ -9,8 +9,9 @@
 //   sink   gets a tile's results as panels of staging, and is told when a group has sent all of its own of a
 //          tile, and when all of them are written.
 //   team   says which blocks take tiles, where those are not all of the launch, and which draw no other one.
-//   beside is what the three other warps of the producer's group do meanwhile (`kBeside` of the cut). It
-//          joins no barrier of the block; the block ends when it does.
+//   beside is what the three other warps of the producer's group do meanwhile (`kBeside` of the cut: with
+//          more registers), or, where rows are gathered, all four when they have asked for them. It joins no
+//          barrier of the block; the block ends when it does.
 // `Always`, `StoreTiles`, `EveryBlock` and `Nothing` are those of a product alone. All is inlined here: the
 // machine code of gemm/gemm.cu does not know of hooks that do nothing.
 //
@@ -196,7 +197,10 @@ __device__ __forceinline__ void consume(const Problem& problem, const Shared<C>&
                         store_block<C>(d[m], sink, stores, tile, row, live, problem.weights);
                 }
         }
-        if (rows > 0) sink.sent(tile, tile.row + 64 * first_block, least(rows, 64 * C::kBlocksM), thread);
+        if (rows > 0)
+            sink.sent(tile, tile.row + 64 * first_block, least(rows, 64 * C::kBlocksM), thread);
+        else
+            sink.passed(thread);
         if constexpr (C::kPingpong)
             tile = take_slot<C>(shared, index, patience);
         else
@@ -224,6 +228,7 @@ __device__ __forceinline__ void run(const Problem& problem, const Shared<C>& sha
             if constexpr (C::kGather) {
                 order.count_from(-static_cast<int>(gridDim.x / C::kCluster));
                 produce_gathered<C>(problem, shared, order);
+                beside();
             } else {
                 order.count_from(-static_cast<int>(team.reserved()));
                 if constexpr (kSame<typename C::Walk, typename C::Order> && Team::kEvery && C::kEarly)
@@ -236,7 +241,7 @@ __device__ __forceinline__ void run(const Problem& problem, const Shared<C>& sha
                         produce<C>(problem, shared, order, team, ready);
                 }
             }
-        } else if constexpr (C::kBeside) {
+        } else if constexpr (!kSame<Beside, Nothing>) {
             beside();
         }
     } else {

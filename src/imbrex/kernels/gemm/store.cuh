@@ -117,6 +117,8 @@ struct StoreTiles {
     // (tile, row, rows, thread of 128), all threads of a group in the order of its tiles: its rows of the
     // tile, `row` .. `row + rows - 1`, are sent by thread 0, whose `bulk_wait` tells when they are written.
     __device__ __forceinline__ void sent(const Slot&, int, int, int) const {}
+    // The same of a tile in which the group has no rows.
+    __device__ __forceinline__ void passed(int) const {}
     // All of the group's tiles are written.
     __device__ __forceinline__ void ended(int) const {}
 };

@@ -50,6 +50,16 @@ __device__ __forceinline__ void add_relaxed_gpu(u32* word, u32 value) {
     asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
+// Between threads of a block: adds; takes what is there and leaves 0.
+__device__ __forceinline__ void add_release_cta(u32* word, u32 value) {
+    asm volatile("red.release.cta.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+__device__ __forceinline__ u32 take_acquire_cta(u32* word) {
+    u32 value;
+    asm volatile("atom.acquire.cta.exch.b32 %0, [%1], 0;" : "=r"(value) : "l"(word) : "memory");
+    return value;
+}
+
 // Returns the value before; the word becomes `value` if it was 0.
 __device__ __forceinline__ u32 claim_zero_sys(u32* word, u32 value) {
     u32 before;
