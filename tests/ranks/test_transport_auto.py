@@ -49,6 +49,16 @@ def test_measured_and_kept(pool: Pool, tmp_path: Path) -> None:
     assert Path(path).stat().st_mtime_ns == stamp
 
 
+def run_tensor(ranks: Ranks) -> str:
+    config = imbrex.MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2)
+    return imbrex.MoELayer(config, ranks.group, tensor_parallel=2).reasons["transport"]
+
+
+def test_of_tensor_ranks_alone_there_is_something_to_move(pool: Pool) -> None:
+    said = "alltoall: all are tensor ranks of one, and every token goes to all of them"
+    assert pool.run(2, run_tensor) == [said] * 2
+
+
 @pytest.mark.parametrize(("top_k", "name"), [(1, "alltoall"), (8, "hierarchical")])
 def test_decided_by_what_was_measured(pool: Pool, tmp_path: Path, top_k: int, name: str) -> None:
     slow = Network(

@@ -81,6 +81,8 @@ def make(
         return checks.piece("transport", automatic), "given by the caller"
     chosen = automatic if isinstance(automatic, Auto) else None
     name, reason = pick("auto" if chosen else str(transport), num_ranks=num_ranks, top_k=top_k)
+    if chosen is not None and num_ranks == 1 and group is not None and dist.get_world_size(group) > 1:
+        reason = "all are tensor ranks of one, and every token goes to all of them"
     if chosen is None or group is None or dist.get_world_size(group) == 1:
         if name != Tiers.name:
             return TRANSPORTS[name](group, timeout=timeout), reason
