@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +13,9 @@ from torch import Tensor
 from imbrex.codec.fp8 import Fp8
 from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
 from imbrex.kernels.ffn.glue import COUNTERS, Groups
-from imbrex.kernels.fused.rows_out import rows_out
+from imbrex.kernels.fused.rows_out import bring_rows, rows_out
 from imbrex.kernels.gemm.gemm import ALONE, Beside, Epilogue, Extras, Layout, Slopes, Tiling, launch_gemm
+from imbrex.kernels.jit import load
 from tests.emulated.others_first import own_rows
 from tests.emulated.scenario import Case, Inputs, make_inputs
 
@@ -166,6 +169,22 @@ def beside(forward: Forward, sms: int = 2, blocks: int | None = None, movers: in
         there = staged.there_LC[rank].tolist()
         assert there == [min(max(count - 128 * i, 0), 128) for i in range(len(there))]
     return results
+
+
+def rows_before(forward: Forward, sms: int, load: Callable[..., Any] = load) -> list[bool]:
+    """Of every rank, whether staged rows that nothing but their own kernel brings are those of a pull."""
+    case, inputs, exchange = forward.case, forward.inputs, forward.exchange
+    given = inputs.x_WTD, inputs.ids_WTK, inputs.weights_WTK, sms, inputs.tokens_W
+    rows, routed = exchange.dispatch_expert(*given, balanced=case.balanced)
+    exchange.check(synchronize=True)
+    staged, _ = exchange.stage(*given, balanced=case.balanced, out=torch.full_like(rows, torch.nan))
+    same = []
+    for rank in range(case.ranks):
+        found = bring_rows(staged, sms, rank, load=load)
+        exchange.check(synchronize=True)
+        count = int(routed.totals_L4[rank, 0])
+        same.append(torch.equal(found[:count], rows[rank, :count]))
+    return same
 
 
 def beside_silent(forward: Forward, rank: int, peer: int, sms: int = 2) -> tuple[Tensor, Tensor]:

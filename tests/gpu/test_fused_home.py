@@ -92,5 +92,6 @@ def test_a_captured_launch_is_replayed() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_memcheck_finds_nothing() -> None:
-    check_tests("memcheck", f"{__file__}::test_bits_are_those_of_three_launches[four ranks]")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizers_find_nothing(tool: str) -> None:
+    check_tests(tool, f"{__file__}::test_bits_are_those_of_three_launches[four ranks]")

@@ -9,7 +9,7 @@ import pytest
 from imbrex.kernels.gemm.gemm import Epilogue
 from imbrex.kernels.gemm.tiling import GRADIENT_TILINGS, PAIRED, SHARED, SMALL, Tiling
 from imbrex.placement.layouts import contiguous
-from tests.emulated.rows_out import apart, begin, beside, differences
+from tests.emulated.rows_out import apart, begin, beside, differences, rows_before
 from tests.emulated.scenario import Case, make_exchange
 from tests.gpu.sanitizer import check_tests
 from tests.gpu.stalling import Stalling
@@ -32,6 +32,13 @@ def test_bits_are_those_of_two_launches(name: str, tiling: Tiling) -> None:
     wanted = apart(forward, 16)
     for _ in range(3):
         assert differences(beside(forward, 132 // case.ranks), wanted) == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_that_are_read_before_their_product(name: str) -> None:
+    case, inner = CASES[name]
+    forward = begin(case, inner, make_exchange(case, "cuda", timeout=10.0), SHARED, "cuda")
+    assert rows_before(forward, 132 // case.ranks) == [True] * case.ranks
 
 
 GRADIENTS = {
@@ -82,4 +89,5 @@ def test_many_calls_with_delays_in_them() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizers_find_nothing(tool: str) -> None:
-    check_tests(tool, f"{__file__}::test_bits_are_those_of_two_launches[four ranks-shared]")
+    before = f"{__file__}::test_rows_that_are_read_before_their_product[four ranks]"
+    check_tests(tool, f"{__file__}::test_bits_are_those_of_two_launches[four ranks-shared]", before)

@@ -13,7 +13,8 @@ from imbrex.kernels.gemm.tiling import GRADIENT_TILINGS, PAIRED, SHARED, SMALL
 from imbrex.placement.layouts import contiguous
 from tests.emulated import kernel
 from tests.emulated.gemm import Edits, emulate
-from tests.emulated.rows_out import Forward, apart, begin, beside, differences
+from tests.emulated.home import loader
+from tests.emulated.rows_out import Forward, apart, begin, beside, differences, rows_before
 from tests.emulated.scenario import Case, make_exchange
 
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="needs g++")
@@ -55,6 +56,13 @@ def test_bits_of_a_pull_and_a_product(name: str, monkeypatch: pytest.MonkeyPatch
     wanted = apart(forward)
     for _ in range(2):  # counters, tickets and buffers of a second call
         assert differences(beside(forward), wanted) == []
+
+
+@pytest.mark.parametrize("name", ["two ranks", "empty ranks", "replicas"])
+def test_rows_that_are_read_before_their_product(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a hook on the experts: the movers in a kernel of their own."""
+    forward = made(CASES[name], monkeypatch)
+    assert rows_before(forward, 2, loader()) == [True] * forward.case.ranks
 
 
 @pytest.mark.parametrize("movers", [1, 3])
