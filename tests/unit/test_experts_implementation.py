@@ -181,6 +181,35 @@ def test_in_fp8_one_launch_is_asked_for_with_the_rows(
     assert form is (RowForm.ROWS if one_launch else RowForm.INDEXED)
 
 
+R, X, U, C = RowForm.ROWS, RowForm.INDEXED, RowForm.UNDER_WAY, RowForm.FP8
+
+
+@pytest.mark.usefixtures("kernels_available")
+@pytest.mark.parametrize(
+    ("implementation", "inner", "training", "inference"),
+    [
+        ("grouped", 128, (R,), (R,)),
+        ("kernels", 128, (R, U), (X, R, U)),
+        ("kernels", 12, (R,), (R,)),
+        ("kernels-fp8", 128, (R,), (C, R, X)),
+    ],
+)
+def test_rows_come_as_the_experts_take_them(
+    implementation: str, inner: int, training: tuple[RowForm, ...], inference: tuple[RowForm, ...]
+) -> None:
+    """And their weights are a dispatcher's where kernels compute them in bfloat16, and nobody else hears."""
+    made = Experts((0, 1), 128, inner, implementation=implementation, dtype=torch.bfloat16)
+    assert made.forms == training
+    with torch.no_grad():
+        assert made.forms == inference
+    plain = (made.gate_up_proj, made.down_proj, None) if X in inference and C not in inference else None
+    assert made.kernel_weights == plain
+    for hook in (made.register_forward_hook(print), made.register_forward_pre_hook(print)):
+        assert made.kernel_weights is None
+        hook.remove()
+    assert made.kernel_weights == plain
+
+
 def test_rows_in_fp8_want_experts_in_fp8() -> None:
     handle = Handle(weights_R=torch.ones(4), state=(), num_tokens=4)
     rows = torch.zeros(4, 128, dtype=torch.float8_e4m3fn)

@@ -22,6 +22,7 @@ from imbrex.placement import (
     write_history,
     write_plan,
 )
+from imbrex.placement.history_files import read_trace
 from imbrex.placement.safetensors_file import read_arrays
 
 COUNTS = np.arange(3 * 2 * 4, dtype=np.int64).reshape(3, 2, 4)
@@ -77,6 +78,11 @@ def test_megatron_counts_and_traces(tmp_path) -> None:
     trace = {"step": 0, "stage": 0, "block": "decoder", "layer": 1, "rank": 0, "num_tokens": 2, "topk": 2}
     (tmp_path / "trace.jsonl").write_text(json.dumps(trace | {"top_indices": [[0, 2], [2, 3]]}))
     assert read_history(tmp_path / "trace.jsonl").counts_ILE.tolist() == [[[1, 0, 2, 1]]]
+    # Of another block's layer of the same number, whose tokens want no expert above the first.
+    other = [trace | {"block": block, "top_indices": [[0, top]]} for block, top in (("a", 2), ("b", -1))]
+    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, other)))
+    back = read_history(tmp_path / "trace.jsonl")
+    assert (back.layers, back.counts_ILE.tolist()) == ((0, 1), [[[1, 0, 1], [1, 0, 0]]])
 
 
 def test_token_traces(tmp_path) -> None:
@@ -85,6 +91,14 @@ def test_token_traces(tmp_path) -> None:
     np.save(tmp_path / "trace.npy", ids[0])
     for name in ("trace.npz", "trace.npy"):
         assert read_history(tmp_path / name, batch=2).counts_ILE.tolist() == [[[1, 2, 1, 0]], [[0, 0, 1, 2]]]
+    stored, weights = read_trace(tmp_path / "trace.npz")
+    assert weights is not None
+    assert stored.shape == weights.shape == ids.shape
+    assert read_trace(tmp_path / "trace.npy")[1] is None
+    for wrong in (ids + 0.5, ids[0, 0], ids[:, :0]):
+        np.save(tmp_path / "wrong.npy", wrong)
+        with pytest.raises(ValueError, match=r"expected integers \[layers, tokens, choices\]"):
+            read_history(tmp_path / "wrong.npy")
     with pytest.raises(ValueError, match="no array 'intent_ids'; it has law_ids, law_w"):
         read_history(tmp_path / "trace.npz", array="intent_ids")
     with pytest.raises(ValueError, match="use -1 to 2"):
@@ -100,6 +114,9 @@ def test_window_and_decay() -> None:
     assert HISTORY.window(11, 99).first_iteration == 11
     with pytest.raises(ValueError, match="there are 10 to 12"):
         HISTORY.window(0, 10)
+    assert np.array_equal(HISTORY.pool(2).counts_ILE, COUNTS[:2].sum(0, keepdims=True))
+    with pytest.raises(ValueError, match="3 iterations, fewer than the 4 to sum"):
+        HISTORY.pool(4)
     with pytest.raises(ValueError, match="decay 0"):
         HISTORY.load(0)
 
@@ -309,6 +326,8 @@ def test_broken_plans_are_one_sentence(tmp_path, text: str, says: str) -> None:
 def test_a_missing_layer_and_a_missing_library(tmp_path, monkeypatch) -> None:
     with pytest.raises(ValueError, match="layer 5 is missing; the plan has layers 3, 7"):
         plan_of(9).of(5)
+    with pytest.raises(ValueError, match="no layers; nothing written"):
+        write_plan(tmp_path / "plan.json", BalancePlan(placements={}))
     with pytest.raises(ValueError, match="ends in none"):
         write_plan(tmp_path / "plan.txt", plan_of(9))
     write_plan(tmp_path / "plan.yaml", plan_of(9))

@@ -11,7 +11,7 @@ import torch
 
 from imbrex.placement import imbalance, plan_layers, rebalance_experts, refine
 from imbrex.placement.engines import deepseek, tensorrt_llm
-from imbrex.placement.packing import MOST_PLACEMENTS, num_placements, rank_loads
+from imbrex.placement.packing import MOST_PLACEMENTS, num_placements, rank_loads, replicate
 from imbrex.placement.planner import search, to_held
 from tests.ranks.forked import run_code
 
@@ -125,6 +125,12 @@ def test_never_worse_than_the_engines(num_experts: int, slots: int, gpus: int) -
         assert not shares_a_gpu(ours, gpus)
 
 
+def test_slots_go_to_the_experts_with_most_load_a_replica() -> None:
+    load = np.array([6.0, 3.0, 2.0])
+    assert [replicate(load, slots, 4).tolist() for slots in (4, 5, 6)] == [[2, 1, 1], [3, 1, 1], [3, 2, 1]]
+    assert replicate(load, 5, 2).tolist() == [2, 2, 1]
+
+
 def test_tensorrt_llm_breaks_ties_to_the_higher_expert() -> None:
     slots = tensorrt_llm(np.array([4.0, 4.0, 2.0]), 4, 2)
     assert sorted(slots.tolist()) == [0, 1, 1, 2]
@@ -216,6 +222,8 @@ def test_hierarchical_keeps_groups_and_replicas_on_their_node() -> None:
         ([[1, 2]], 2, 1, {}, "1 slots for 2 experts"),
         ([[1, 2]], 2, 5, {}, "use at most 4 slots"),
         ([[1, 2, 3]], 2, [2, 2, 2], {}, "for 2 ranks"),
+        ([[1, 2, 3]], 2, [-1, 4], {}, "one number from 0 up a rank"),
+        ([[1] * 8], 4, [5, 1, 3, 3], {"num_nodes": 2, "num_groups": 2}, "node 0 has slots"),
         ([[1, 2, 3]], 2, 4, {"num_nodes": 2}, "1 groups do not divide over 2 nodes"),
         ([], 2, 4, {}, "shape"),
         ([[1, 2]], 0, 4, {}, "0 ranks"),
@@ -226,7 +234,9 @@ def test_bad_input_says_what_is_wrong(load, ranks, slots, options, says) -> None
         plan_layers(load, ranks, slots, **options)
 
 
-def test_rebalance_refuses_what_cannot_be() -> None:
+def test_rebalance_takes_uneven_slots_and_refuses_what_cannot_be() -> None:
+    slots, _, counts = rebalance_experts(torch.tensor([[4.0, 1.0, 1.0, 1.0]]), 5, 1, 1, 2)
+    assert (slots.tolist(), counts.tolist()) == ([[0, 1, 2, 0, 3]], [[2, 1, 1, 1]])
     with pytest.raises(ValueError, match="use at most 8 slots"):
         rebalance_experts(torch.ones(1, 4), 9, 1, 1, 2)
     with pytest.raises(ValueError, match="policy 'best'"):

@@ -33,6 +33,15 @@ def groupings(devices: list[int]) -> Iterator[list[tuple[int, ...]]]:
             yield [*before[:place], (first, *group), *before[place + 1 :]]
 
 
+def test_seconds_by_hand() -> None:
+    """Of two devices as one group, whose tokens cross, and as two, whose gradients do."""
+    link = Link(start=1.0, per_byte=0.01)
+    both = Topology.of(Network(nodes=2, size=1, inside=link, across=link), room=4, row_s=0.5)
+    work = Work(num_experts=4, tokens=10, top_k=1, row_bytes=100, expert_bytes=1000, calls=2)
+    assert total_seconds([(0, 1)], both, work) == pytest.approx(2 * (3 * 20 / 4 + 4 * (1 + 5)))
+    assert total_seconds([(0,), (1,)], both, work) == pytest.approx(2 * 3 * 10 / 2 + 2 * (1 + 20))
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_the_best_of_all_groupings(seed: int) -> None:
     topology, work = random_instance(random.Random(seed), 3 + seed % 4)

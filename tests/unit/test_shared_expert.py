@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_full_backward_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_full_backward_hook,
+)
 
 import imbrex
 from imbrex.experts import SharedExpert, shared
@@ -153,7 +157,8 @@ def test_large_experts_whose_parts_give_another_dtype_under_autocast_are_torchs(
     assert all(map(torch.equal, *found))
 
 
-WAYS = ["subclass", "hook", "pre-hook", "backward hook", "everybody's backward hook", "bias", "function"]
+WAYS = ["subclass", "hook", "pre-hook", "backward hook", "backward pre-hook", "bias", "function"]
+WAYS += ["everybody's hook", "everybody's pre-hook", "everybody's backward hook"]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -173,6 +178,15 @@ def test_a_last_product_that_does_more_is_called(
         down.register_forward_pre_hook(lambda *call: (2 * call[-1][0],))
     elif way == "backward hook":
         down.register_full_backward_hook(lambda *_: called.append(way))
+    elif way == "backward pre-hook":
+        down.register_full_backward_pre_hook(lambda *_: called.append(way))
+    elif way == "everybody's hook":
+        everybody = register_module_forward_hook(lambda *call: 2 * call[-1] if call[0] is down else None)
+        request.addfinalizer(everybody.remove)
+    elif way == "everybody's pre-hook":
+        twice: Any = lambda *call: (2 * call[-1][0],) if call[0] is down else None  # noqa: E731
+        everybody = register_module_forward_pre_hook(twice)
+        request.addfinalizer(everybody.remove)
     elif way == "everybody's backward hook":
         everybody = register_module_full_backward_hook(lambda *call: called.append(call[0]))
         request.addfinalizer(everybody.remove)
@@ -187,6 +201,16 @@ def test_a_last_product_that_does_more_is_called(
     else:
         expected = before + before[0] if way == "bias" else 2 * before
         torch.testing.assert_close(y_TD, expected)
+
+
+def test_sequences_give_what_their_tokens_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "LARGE", 1)
+    expert, x_TD, found = make(torch.float32), torch.randn(2 * T, D), []
+    for given in (x_TD, x_TD.view(2, T, D)):
+        y = expert(given)
+        found.append([y.flatten(0, -2), *torch.autograd.grad(y.square().sum(), list(expert.parameters()))])
+    for flat, nested in zip(*found, strict=True):
+        torch.testing.assert_close(flat, nested)
 
 
 class Half(SharedExpert):

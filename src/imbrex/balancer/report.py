@@ -144,8 +144,7 @@ def _before_and_after(story: Story, before: Story | None) -> list[tuple[str, str
 
 def _balancedness(story: Story, before: Story | None) -> Figure:
     figure = _figure("iteration", "mean / max")
-    lines = {"actual": story, "without": before} if before is not None else {"actual": story}
-    for name, of in lines.items():
+    for name, of in {"actual": story, "without": before}.items():
         if of is not None:
             balanced_IL = 1 / (1 + imbalance_of(of.loads_ILW))
             figure.add_scatter(y=mean_over_layers(balanced_IL, of.loads_ILW), name=name)
