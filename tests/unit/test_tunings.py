@@ -62,6 +62,7 @@ def test_the_folder_is_that_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_pa
         ({"value": {"stage": "8", "sums": 8}}, "'8' is no number from 1"),
         ({"value": {"stage": 1.5, "sums": 8}}, "1.5 is no number from 1"),
         ({"value": {"stage": 8}}, "KeyError: 'sums'"),
+        ({"value": {"stage": 8, "sums": 8, "first": None, "dy": "no"}}, "Roles(dy='no'); give None or 0"),
         ({"value": None}, "TypeError"),
     ],
 )
@@ -147,6 +148,7 @@ def test_a_decision_comes_back_with_its_order() -> None:
         ({"tasks_s": {"forward": SECONDS | {"tea": 1.0}, "backward": SECONDS}}, "tea"),
         ({"fused": {"device": "fast", "host": 1.0, "baseline": "serial"}}, "'fast' is no time"),
         ({"fused": {"device": 1.1, "host": 1.0}}, "baseline"),
+        ({"fused": {"device": 1.1, "host": 1.0, "baseline": "exact-4"}}, "neither serial nor exact-3"),
     ],
 )
 def test_what_is_no_decision_is_refused(change: dict[str, Any], why: str) -> None:

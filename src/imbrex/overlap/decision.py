@@ -106,6 +106,8 @@ class Decision:
             ratios = {name: _positive(fused[name]) for name in ("device", "host")}
             gains = Gains(**ratios, baseline=str(fused["baseline"]))
         decision = Decision(choice=choice, seconds=(forward, backward), gains=gains)
+        if gains is not None and gains.baseline not in (SERIAL, decision.name):
+            raise ValueError(f"{gains.baseline!r} is neither {SERIAL} nor {decision.name}")
         for seconds in (forward, backward):
             _times(seconds, degree)
         return decision
@@ -136,7 +138,11 @@ def roles_of_json(value: Mapping[str, Any]) -> Roles:
     stage, sums, first = (
         None if value[n] is None else _whole(value[n], MOST_BLOCKS) for n in ("stage", "sums", "first")
     )
-    return Roles(stage=stage, sums=sums, dy=None if value.get("dy") is None else 0, first=first)
+    roles = Roles(stage=stage, sums=sums, dy=value.get("dy"), first=first)
+    problem = why_not_roles(roles)
+    if problem is not None:
+        raise ValueError(problem)
+    return roles
 
 
 def _times(seconds: Mapping[str, float], degree: int) -> Times:
