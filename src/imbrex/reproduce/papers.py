@@ -35,7 +35,7 @@ PAPERS: Sequence[tuple[str, str, str, str]] = (
         COMET,
         "figures 10 to 14",
         "one layer over tokens, TP x EP, experts, skew, L20s",
-        "10 and 11 on two and four GPUs: comet-layers; comet-figure-12, -13 and -14 want GPUs; all five "
+        "10 and 11 on two and four GPUs: comet-layers; comet-figure-12, -13 and -14 on two or more; all five "
         "simulated: comet-figures-10-14",
     ),
     (
