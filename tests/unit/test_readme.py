@@ -133,6 +133,7 @@ def test_the_eight_lines_run_and_are_eight(tmp_path: Path) -> None:
         "observation",
         "placement",
         "schedules",
+        "fused",
         "transports",
         "extending",
         "plan",
