@@ -108,6 +108,30 @@ ONCE_SURVIVED = [
 
 EXCHANGE = [
     Fault(
+        "tokens-of-one-sum-change-places",
+        "exchange/agreement.py",
+        "ranks with their tokens in another order are not noticed where tokens must be equal",
+        "(factors ^ factors >> 15)",
+        "torch.arange(1, ids_TK.numel() + 1, device=ids_TK.device)",
+        ("unit/test_agreement.py::test_tokens_are_among_the_words",),
+    ),
+    Fault(
+        "weights-of-any-dtype",
+        "exchange/agreement.py",
+        "one rank's gate weights in another dtype are not refused",
+        "if ids.dtype != torch.int64 or weights.dtype != torch.float32:",
+        "if ids.dtype != torch.int64:",
+        ("ranks/test_bad_input.py::test_wrong_on_one_rank",),
+    ),
+    Fault(
+        "sequences-not-told",
+        "layer.py",
+        "a layer balances all sequences of a batch as one",
+        "route(x_TD, num_sequences=num_sequences, kept_TK",
+        "route(x_TD, kept_TK",
+        ("unit/test_layer_alone.py::test_a_batch_of_sequences_has_the_mean_of_their_losses",),
+    ),
+    Fault(
         "placement-not-compared",
         "exchange/agreement.py",
         "a rank that has not relocated is not noticed",

@@ -31,11 +31,16 @@ def good_input() -> tuple[torch.Tensor, imbrex.Routing]:
 def bad_input(kind: str) -> tuple[torch.Tensor, imbrex.Routing]:
     x_TD, routing = good_input()
     ids_TK, weights_TK = routing.ids_TK, routing.weights_TK
-    if kind == "width":
-        x_TD = torch.randn(3, D + 1)
-    elif kind == "tokens":
-        x_TD = torch.randn(4, D)
-    elif kind == "choices":
+    wrong = {
+        "width": torch.randn(3, D + 1),
+        "tokens": torch.randn(4, D),
+        "integers": x_TD.long(),
+        "sparse": x_TD.to_sparse(),
+        "nested": torch.nested.nested_tensor(list(x_TD)),
+        "dtype": x_TD.bfloat16(),
+    }
+    x_TD = wrong.get(kind, x_TD)
+    if kind == "choices":
         ids_TK, weights_TK = ids_TK[:, :1], weights_TK[:, :1]
     elif kind == "range":
         ids_TK[1, 1] = 99
@@ -43,18 +48,12 @@ def bad_input(kind: str) -> tuple[torch.Tensor, imbrex.Routing]:
         ids_TK[2] = torch.tensor([4, 4])
     elif kind == "nan":
         weights_TK[0, 1] = torch.nan
-    elif kind == "integers":
-        x_TD = x_TD.long()
-    elif kind == "sparse":
-        x_TD = x_TD.to_sparse()
-    elif kind == "nested":
-        x_TD = torch.nested.nested_tensor(list(x_TD))
     elif kind == "weights":
         weights_TK = weights_TK.flatten()
     elif kind == "int32 ids":
         ids_TK = ids_TK.int()
-    elif kind == "dtype":
-        x_TD = x_TD.bfloat16()
+    elif kind == "float64 weights":
+        weights_TK = weights_TK.double()
     elif kind == "device":
         ids_TK = ids_TK.to("meta")
     return x_TD, imbrex.Routing(ids_TK=ids_TK, weights_TK=weights_TK)
@@ -73,6 +72,7 @@ MESSAGES = {
     "sparse": r"on rank 1, x is sparse or nested; give a plain tensor, as x.to_dense\(\)",
     "nested": r"on rank 1, x is sparse or nested; give a plain tensor, as x.to_dense\(\)",
     "int32 ids": r"on rank 1, ids must be int64 and weights float32; convert them",
+    "float64 weights": r"on rank 1, ids must be int64 and weights float32; convert them",
     "dtype": r"ranks disagree about the dtype of x: torch.float32 on rank 0, torch.bfloat16 on rank 1",
     "device": r"on rank 1, x, ids and weights must be on one device",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 
 from imbrex.contracts import Routing
 from imbrex.exchange.agreement import (
+    CHECKSUM,
     EQUAL,
     EQUAL_IF_REPLICATED,
     HEADER,
     PROBLEM,
+    TOKENS,
     check_headers,
     find_bad_value,
     write_header,
@@ -58,6 +61,16 @@ def test_the_call_is_among_the_words(name: str) -> None:
     other: Any = tuple(number + (i == place) for i, number in enumerate(CALL))
     with pytest.raises(ValueError, match=f"ranks disagree about the {name}"):
         check_headers(torch.stack([header(), header(other)]), replicated=False)
+
+
+def test_tokens_are_among_the_words() -> None:
+    """How many there are, and whose experts are whose, also of tokens whose ids have one sum."""
+    assert header()[TOKENS] == 3
+    sums = set()
+    for order in permutations([[0, 3], [3, 0], [1, 2], [2, 1]]):
+        ids_TK = torch.tensor(order)
+        sums.add(int(write_header((0, 0, 0, 0), torch.ones(4, 8), ids_TK, CALL, replicated=True)[CHECKSUM]))
+    assert len(sums) == 24
 
 
 def test_ids_at_the_edge() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from imbrex.balancer.migration import Change, land
+from imbrex.balancer.migration import Change, _tag, land
 from imbrex.balancer.payload import as_row, most_staged, optimizer_tensors, row_bytes, signature, slot_tensors
 from imbrex.placement import from_slots
 from imbrex.placement.moves import fetches
@@ -77,6 +77,13 @@ def test_optimizer_state_follows(optimizer: str) -> None:
     found = optimizer_tensors(experts, made)
     assert found
     assert all(t.shape == experts.bias.shape for t in found.values())
+
+
+def test_messages_of_migrations_are_told_apart() -> None:
+    """What an abandoned one left behind is not taken for another's; gloo's tags are of 32 bits."""
+    tags = [_tag(number, index) for number in (0, 1, 2, 2**15 - 1) for index in (1, 2, 2**15 - 1)]
+    assert len(set(tags)) == len(tags)
+    assert max(tags) < 2**31
 
 
 def test_what_is_not_a_row_is_refused() -> None:

@@ -221,6 +221,16 @@ def test_copies_and_averages_of_a_layer_have_weights_of_their_own() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_a_batch_of_sequences_has_the_mean_of_their_losses() -> None:
+    layer = make(losses=imbrex.AuxLosses(sequence_balance=1.0))
+    x, losses = torch.randn(2, 4, layer.config.hidden_size), []
+    for given in (x[0], x[1], x, x.flatten(0, 1)):
+        layer(given)
+        losses.append(torch.as_tensor(imbrex.aux_loss(layer)).item())
+    assert losses[2] == pytest.approx((losses[0] + losses[1]) / 2)
+    assert losses[3] != pytest.approx(losses[2]), "tokens without sequences are of one"
+
+
 @pytest.mark.filterwarnings("ignore:For backward hooks to be called")  # torch's own, of a gate's result
 def test_only_experts_that_nobody_reads_give_away_their_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is written over: a hook, of the result or of its gradient, reads it. Nor are they left out of a call

@@ -32,6 +32,8 @@ HEADER = 15
 of the ids, problem and its three details, chunks, promise, backwards. The constants below are the indices of
 some of them."""
 DTYPE, TOKENS, CHECKSUM, PROBLEM, CHUNKS, PROMISE, BACKWARDS = 5, 6, 7, 8, 12, 13, 14
+MIXER = 0x9E3779B1
+"""An odd number near 2^32 divided by the golden ratio: its multiples are spread over all words of 31 bits."""
 SETTLES = -2
 """The number of chunks in the header of a call that may choose another transport before it dispatches."""
 TEXT_BYTES = 240
@@ -209,8 +211,9 @@ def write_header(
     head = words(VERSION, *call, dtype, tokens, 0, *problem, chunks, promise, backwards)
     head = head.to(ids_TK.device if fine else "cpu", non_blocking=True)
     if replicated and fine:
-        factors = torch.arange(1, ids_TK.numel() + 1, device=ids_TK.device)
-        head[CHECKSUM] = (ids_TK.flatten() * factors).sum()
+        # Not by the places themselves: with them two tokens whose ids have one sum may change places.
+        factors = torch.arange(1, ids_TK.numel() + 1, device=ids_TK.device) * MIXER & 0x7FFFFFFF
+        head[CHECKSUM] = (ids_TK.flatten() * (factors ^ factors >> 15)).sum()
     return head
 
 
