@@ -42,7 +42,7 @@ SMS = (2,)
 class Own(Experts):
     """imbrex's experts by their kernels, on CPUs."""
 
-    unchanged = True  # type: ignore[assignment]
+    has_own_forward = False  # type: ignore[assignment]
 
     def __init__(self, rank: int, *, train_down: bool) -> None:
         super().__init__((2 * rank, 2 * rank + 1), WIDTH, INNER, seed=3, dtype=torch.bfloat16)

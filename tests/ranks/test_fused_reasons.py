@@ -61,16 +61,9 @@ def test_the_reason_says_what_runs_before_a_first_call(pool: Pool) -> None:
         (64, {"implementation": "kernels-fp8"}, "runs serially: "),
         (72, {}, "(F=72 is no multiple of 64)"),
         (72, {}, "behind the weights' gradients (D=256 or F=72 is no multiple of 64)"),
-        (
-            64,
-            {"forward": print},
-            "before its product (a hook or another forward may read the experts' result)",
-        ),
-        (
-            64,
-            {"forward": print},
-            "; serially in a compiled graph (a hook or another forward may change what ",
-        ),
+        (64, {"forward": print}, "runs serially: "),
+        (64, {"_forward_hooks": {0: print}}, "before its product (a hook or another forward may read the "),
+        (64, {"_forward_hooks": {0: print}}, "; serially in a compiled graph (a hook or another forward "),
         (64, {"_backward_pre_hooks": {0: print}}, "before its product (a hook or another forward may read "),
         (
             64,

@@ -210,13 +210,18 @@ class Experts(nn.Module):
             )
 
     @property
+    def has_own_forward(self) -> bool:
+        """Whether a subclass, or somebody who has set it, computes by a `forward` of their own."""
+        return type(self).forward is not Experts.forward or "forward" in self.__dict__
+
+    @property
     def unchanged(self) -> bool:
         """Whether no subclass, hook or other function changes, or reads, what `forward` gives, or its
         gradient."""
-        plain = type(self).forward is Experts.forward and "forward" not in self.__dict__
         back = self._backward_hooks or self._backward_pre_hooks
         back = back or _global_backward_hooks or _global_backward_pre_hooks
-        return plain and not (back or self._forward_hooks or _global_forward_hooks)
+        hooked = back or self._forward_hooks or _global_forward_hooks
+        return not (hooked or self.has_own_forward)
 
     @property
     def inputs_unchanged(self) -> bool:
@@ -228,8 +233,9 @@ class Experts(nn.Module):
         """The forms of rows that a call takes now. Without gradients these are rows in fp8, if the experts
         compute in fp8, and tokens with an index, through which rows are read, or copied if that is faster.
         Strategies that fuse ask for rows that are under way. In fp8 rows stand before tokens if few of them
-        go through one launch, which takes rows."""
-        if not self.implementation.startswith("kernels"):
+        go through one launch, which takes rows. A `forward` of somebody's own gets rows alone, unless its
+        class has `forms` of its own."""
+        if self.has_own_forward or not self.implementation.startswith("kernels"):
             return (RowForm.ROWS,)
         fit = fits(self.hidden_size, self.down_proj.shape[2])
         under_way = (RowForm.UNDER_WAY,) if fit and self.implementation == "kernels" else ()

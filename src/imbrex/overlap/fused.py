@@ -140,7 +140,10 @@ def why_not_experts(experts: Experts) -> str | None:
     """Why the kernels of these experts cannot move rows, or `None`."""
     if RowForm.UNDER_WAY in experts.forms:
         return None
-    return "these experts cannot bring their rows: it takes implementation='kernels', D and F multiples of 8"
+    return (
+        "these experts cannot bring their rows: it takes implementation='kernels', D and F multiples of 8, "
+        "and no forward of their own"
+    )
 
 
 def why_not_in_graph(experts: Experts) -> str | None:
