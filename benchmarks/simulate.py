@@ -4,8 +4,8 @@
     python -m benchmarks.simulate       # predicts what was held out, writes results/simulate.json
 
 `benchmarks/simulate_fit.py` and `simulate_cores.py` say what is fitted to. Held out: every whole layer over
-NVLink at 2 and 4 GPUs (`layer.json`), serial and fused layers on 2 H200 and, by the same profile, on 2 and 4
-H100 (`fused.json`) but those named there; every schedule over NVLink and over sockets, every other
+NVLink at 2 and 4 GPUs (`layer.json`), serial and fused layers on 2 and 4 H200 and, by the same profile, on 2
+and 4 H100 (`fused.json`) but those named there; every schedule over NVLink and over sockets, every other
 exchange, two tiers in one stream in other numbers of chunks and with their backward (`tiers.json`), the
 sweep's second half on two cores. A row that was fitted to is never validated on.
 """
@@ -114,6 +114,7 @@ def _gpu_parts(profile: Profile) -> list[Part]:
     fused = tuple(row for row in left if row["run"] == 0)
     other_card = tuple(row for row in left if row["run"] in (1, 2))
     newer = tuple(row for row in left if row["run"] in (3, 4))
+    four = tuple(row for row in left if row["run"] in (6, 7))
 
     over_sockets = partial(of_schedule, with_older_host(profile))
     tiers = tuple(
@@ -129,6 +130,7 @@ def _gpu_parts(profile: Profile) -> list[Part]:
         Part("whole layer, NVLink, 2 and 4 GPUs", "layer", layers, nvlink, predicted),
         Part("serial and fused layer, 2 GPUs", "fused", fused, nvlink, predicted),
         Part("serial and fused layer, 2 GPUs, later", "fused", newer, nvlink, predicted),
+        Part("serial and fused layer, 4 GPUs", "fused", four, nvlink, predicted),
         Part("serial and fused layer, 2 and 4 GPUs (H100)", "fused", other_card, nvlink, predicted),
         Part("schedules, NVLink, 2 and 4 GPUs", "schedule", _ways(9, 13), nvlink, predicted),
         Part("whole layer, NCCL over NVLink, 2 GPUs", "layer", bytewise, nvlink, predicted),

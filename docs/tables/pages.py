@@ -53,6 +53,7 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
     },
     "docs/fused.md": {
         "two H200": partial(fused.layer, "H200", 2),
+        "four H200": partial(fused.layer, "H200", 4),
         "four H100": partial(fused.layer, "H100", 4),
         "two H100": partial(fused.layer, "H100", 2),
         "held": fused.held,
