@@ -206,8 +206,12 @@ def test_rows_come_as_the_experts_take_them(
     assert made.kernel_weights == plain
     for hook in (made.register_forward_hook(print), made.register_forward_pre_hook(print)):
         assert made.kernel_weights is None
+        with torch.no_grad():
+            assert made.forms == training  # plain rows, for the hook before
         hook.remove()
     assert made.kernel_weights == plain
+    made.forward = lambda dispatched: dispatched.rows_RD
+    assert made.forms == (R,)
 
 
 def test_rows_in_fp8_want_experts_in_fp8() -> None:

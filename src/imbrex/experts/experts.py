@@ -234,12 +234,12 @@ class Experts(nn.Module):
         compute in fp8, and tokens with an index, through which rows are read, or copied if that is faster.
         Strategies that fuse ask for rows that are under way. In fp8 rows stand before tokens if few of them
         go through one launch, which takes rows. A `forward` of somebody's own gets rows alone, unless its
-        class has `forms` of its own."""
+        class has `forms` of its own, and so does a hook."""
         if self.has_own_forward or not self.implementation.startswith("kernels"):
             return (RowForm.ROWS,)
         fit = fits(self.hidden_size, self.down_proj.shape[2])
         under_way = (RowForm.UNDER_WAY,) if fit and self.implementation == "kernels" else ()
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not self.inputs_unchanged:
             return RowForm.ROWS, *under_way
         indexed = (RowForm.INDEXED,) if fit else ()
         if self.implementation != "kernels-fp8":
