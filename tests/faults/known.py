@@ -116,6 +116,14 @@ EXCHANGE = [
         ("unit/test_agreement.py::test_tokens_are_among_the_words",),
     ),
     Fault(
+        "views-as-they-lie",
+        "exchange/nvlink.py",
+        "kernels read tokens of a view as if they lay one behind the other",
+        "        x_TD = x_TD.contiguous()\n        inputs = x_TD",
+        "        inputs = x_TD",
+        ("ranks/test_layer_nvlink.py::test_views_give_what_their_values_do",),
+    ),
+    Fault(
         "weights-of-any-dtype",
         "exchange/agreement.py",
         "one rank's gate weights in another dtype are not refused",

@@ -17,6 +17,7 @@ from imbrex.contracts import RowForm
 from imbrex.exchange import nvlink_fit
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.exchange.failures import ExchangeError
+from imbrex.observe import Recorder
 from imbrex.overlap import Auto, Serial
 from imbrex.placement import contiguous, from_slots
 from tests.emulated import kernel
@@ -53,6 +54,32 @@ def test_outputs_and_all_gradients(pool: Pool, change: dict[str, Any], options: 
     errors = largest_error(case, 4, pool.run(4, run_emulated, case, options))
     # As over the other transports: 2^-8 a rounding, five of them.
     assert max(errors.values()) < 0.03, errors
+
+
+def a_view(values: torch.Tensor) -> torch.Tensor:
+    """The same values, with gaps in memory between them."""
+    return torch.stack([values, torch.full_like(values, 2)], -1)[..., 0]
+
+
+def run_on_views(ranks: Ranks, learns: bool) -> list[bool]:
+    """Whether a call of views has the bits of one of their values, and whether counters are of both."""
+    options = {"transport": EmulatedNvlink(ranks.group), "observer": Recorder()}
+    layer = make_layer(replace(CASE, options=options), ranks.group)
+    x_TD, found = tokens_of(CASE, ranks.rank), []
+    with torch.set_grad_enabled(learns):
+        routing = layer.gate(x_TD)
+        for change in (torch.clone, a_view):
+            given = imbrex.Routing(ids_TK=change(routing.ids_TK), weights_TK=change(routing.weights_TK))
+            arguments = change(x_TD), given, layer.exchange, layer.experts
+            found.append(Serial().run(*arguments, partial(change, x_TD)).y_TD)
+    (loads,) = (n for (name, _), n in options["observer"].take_counters().items() if name == "expert_load")
+    counted = 2 * routing.ids_TK.flatten().bincount(minlength=CONFIG.num_experts)
+    return [torch.equal(*found), loads == counted.tolist()]
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_views_give_what_their_values_do(pool: Pool, learns: bool) -> None:
+    assert pool.run(2, run_on_views, learns) == [[True, True]] * 2
 
 
 def run_rows_kept_on_one(ranks: Ranks) -> str:

@@ -57,6 +57,8 @@ def run_once(
         assert sum(loads) == tokens_of(case, ranks.rank).shape[0] * SMALL.top_k, (
             "what is timed is not counted"
         )
+        spans = recorder.end_step()
+        assert ("measure" in spans, "dispatch" in spans) == (bool(counted), True)
         balancer.step()
         heard = balancer.seats[0].latest
         balancer.settle()
