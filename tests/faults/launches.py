@@ -77,4 +77,12 @@ LAUNCHES = [
         "plain(added_TD) and",
         ("unit/test_alone_dispatcher.py::test_calls_that_no_record_serves",),
     ),
+    Fault(
+        "few-that-learn-from-a-record",
+        "exchange/alone_recorded.py",
+        "few choices of one GPU teach experts nothing where no shared expert is added",
+        " or differentiated(x_TD, weights_TK, *weights):",
+        ":",
+        ("unit/test_alone_dispatcher.py::test_experts_that_learn_or_lie_apart_are_not_recorded",),
+    ),
 ]

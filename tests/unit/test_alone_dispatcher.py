@@ -343,6 +343,10 @@ def test_few_choices_are_launched_from_a_record(
         assert torch.equal(copy.deepcopy(layer)(x), layer(x))
         with pytest.raises(ValueError, match="last size 32"):
             layer(x[:, :32].contiguous())
+        layer.shared_expert = None
+        for x in torch.randn(2, 5, 64).bfloat16():
+            assert torch.equal(layer(x), by_steps(layer, x))
+        assert len(made) == 5
 
 
 def test_calls_that_no_record_serves(monkeypatch: pytest.MonkeyPatch, of_kernels: imbrex.MoELayer) -> None:
@@ -359,3 +363,24 @@ def test_calls_that_no_record_serves(monkeypatch: pytest.MonkeyPatch, of_kernels
     with torch.no_grad():
         layer(torch.randn(5, 64).bfloat16())
         layer(torch.randn(0, 64).bfloat16())
+
+
+def test_experts_that_learn_or_lie_apart_are_not_recorded(
+    monkeypatch: pytest.MonkeyPatch, of_kernels: imbrex.MoELayer
+) -> None:
+    """Nothing else of the layer learns, and no shared expert is added."""
+    layer, x = of_kernels, torch.randn(5, 64).bfloat16()
+    layer.requires_grad_(False)
+    layer.shared_expert = None
+    monkeypatch.setattr(alone_recorded, "_record", lambda *_: pytest.fail("recorded"))
+    for weight in (layer.experts.gate_up_proj, layer.experts.down_proj):
+        layer(x.clone().requires_grad_()).float().sum().backward()
+        weight.requires_grad_()
+        layer(x).float().sum().backward()
+        assert weight.grad is not None
+        weight.requires_grad_(False)
+        together, wide = weight.data, torch.stack([weight.data, weight.data], -1)
+        weight.data = wide[..., 0]
+        with torch.no_grad():
+            layer(x)
+        weight.data = together
