@@ -103,12 +103,19 @@ class Kernel(Machine):
         self.bounded = "stop_waiting" in source.body(PROTOCOL, "inline bool wait_flag(")
         self.ticket_back = "drawn[call.kind][0] = " in source.body(PROTOCOL, "u32 take_ticket(")
 
-    def body(self, file: str, head: str, marks: dict[str, str]) -> list[tuple[str, str]]:
-        """`Source.order` of a kernel that may begin before the launch before it has ended."""
+    def body(
+        self, file: str, head: str, marks: dict[str, str], readers: Sequence[str] = ()
+    ) -> list[tuple[str, str]]:
+        """`Source.order` of a kernel that may begin before the launch before it has ended. readers: the marks
+        that read what that one makes, if others do not; each stands right behind a wait for it."""
         body = self.source.order(file, head, {"launches": r"wait_for_launches\(", **marks})
-        if body[0][0] != "launches":
-            raise LookupError(f"{file} says {body[0][0]!r} before it waits for the launch before it")
-        return body[1:]
+        names = [mark for mark, _ in body]
+        late = [mark for mark in readers if names[names.index(mark) - 1] != "launches"]
+        if not readers and names[0] != "launches":
+            late = names[:1]
+        if late:
+            raise LookupError(f"{file} says {late[0]!r} before it waits for the launch before it")
+        return [one for one in body if one[0] != "launches"]
 
     def counting_ends(self, file: str, head: str) -> bool:
         """Whether the wait for this rank's own product, which a function calls, ends where the call fails."""

@@ -34,7 +34,7 @@ def home(
         "spoil": r"if \(!fine\) spoil\(",
         "end_call": r"end_call\(",
     }
-    body = machine.body(HOME, "home_beside_gradients(const", marks)
+    body = machine.body(HOME, "home_beside_gradients(const", marks, readers=("begin", "end"))
     for rank in range(machine.ranks):
         for name in ("tell_started", "loads", "multiplies"):
             for block in range(blocks[rank] if name != "tell_started" else 1):

@@ -6,6 +6,22 @@ from tests.faults.fault import Fault
 
 FUSED = [
     Fault(
+        "gradients-early-by-the-counter-of-rows",
+        "kernels/fused/home.py",
+        "weights' gradients that begin early draw tiles from a counter that is still in use",
+        "plan.other_counter if early else plan.counter",
+        "plan.counter",
+        ("unit/test_home_beside_gradients.py::test_gradients_begin_before_those_of_rows_have_ended",),
+    ),
+    Fault(
+        "gradients-early-in-any-memory",
+        "kernels/fused/home.py",
+        "weights' gradients begin early in memory that the launch before may still read",
+        "return all(gradient.out is not None or gradient.add_to is not None for gradient in chain(*gradients))",
+        "return True",
+        ("unit/test_home_beside_gradients.py::test_gradients_begin_before_those_of_rows_have_ended",),
+    ),
+    Fault(
         "flags-of-pieces-on-some-ranks",
         "exchange/nvlink.py",
         "a rank whose experts leave nothing sums in other pieces than its peers",

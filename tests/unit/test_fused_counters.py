@@ -289,10 +289,22 @@ def test_faults_are_found(name: str) -> None:
     assert re.search(says, explored.fault), explored.fault
 
 
-@pytest.mark.parametrize(("case", "file"), [("home, sums first", HOME), ("down", DOWN), ("first", FIRST)])
-def test_a_kernel_waits_for_the_launch_before_it(case: str, file: str) -> None:
+WAIT = "    ptx::wait_for_launches();\n"
+
+
+@pytest.mark.parametrize(
+    ("case", "file", "wait"),
+    [
+        ("home, sums first", HOME, f"        {WAIT}            fine"),
+        ("home, sums first", HOME, f"    {WAIT}        fine"),
+        ("down", DOWN, WAIT),
+        ("first", FIRST, WAIT),
+    ],
+    ids=["home, sums first", "home, sums behind", "down", "first"],
+)
+def test_a_kernel_waits_for_the_launch_before_it(case: str, file: str, wait: str) -> None:
     with pytest.raises(LookupError, match="before it waits for the launch before it"):
-        machine(case, ((file, "    ptx::wait_for_launches();\n", ""),))
+        machine(case, ((file, wait, wait.replace(WAIT.lstrip(), "")),))
 
 
 def test_what_the_model_does_not_know_is_said() -> None:

@@ -14,8 +14,9 @@ from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.kernels.exchange.launches import Sums
 from imbrex.kernels.ffn.ffn import LeftGradient
 from imbrex.kernels.ffn.glue import Groups
+from imbrex.kernels.fused import home
 from imbrex.kernels.fused.home import home_beside_gradients, why_not_home
-from imbrex.kernels.gemm.gemm import Epilogue, Layout
+from imbrex.kernels.gemm.gemm import Epilogue, Layout, gemm_variant
 from imbrex.kernels.gemm.tiling import OWN, SHARED, override_tilings
 from imbrex.placement.layouts import contiguous
 from tests.emulated import kernel
@@ -65,6 +66,27 @@ def test_bits_are_those_of_three_launches(monkeypatch: pytest.MonkeyPatch, first
     wanted = apart(backward)
     for _ in range(2):  # counters and tickets are back at 0
         assert differences(CASE, beside(backward, first, BLOCKS), wanted) == []
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "place", "early"),
+    [(Epilogue.PLAIN, True, True), (Epilogue.PLAIN, False, False), (Epilogue.SWIGLU_GRADIENT, True, False)],
+    ids=["rows before", "memory of nobody", "another before"],
+)
+def test_gradients_begin_before_those_of_rows_have_ended(
+    monkeypatch: pytest.MonkeyPatch, epilogue: Epilogue, place: bool, early: bool
+) -> None:
+    """With a counter of their own, and only in memory that was taken before."""
+    backward = begun(monkeypatch, CASE, 64)
+    wanted = apart(backward)
+    latest = gemm_variant(Layout.DGRAD, epilogue, SHARED)
+    monkeypatch.setattr(home, "latest_launch", lambda device: latest)
+    for rank, pair in enumerate(backward.pairs):
+        pair[0].groups.counter[0] = 1 << 20  # as if its tiles were under way
+        if place:
+            one, other = (replace(one, out=torch.empty_like(one.weight)) for one in pair)
+            backward.pairs[rank] = one, other
+    assert (differences(CASE, beside(backward, 1, BLOCKS), wanted) == []) is early
 
 
 @pytest.mark.parametrize(("case", "inner"), [(WHOLE, 64), (FOUR, 64), (LONELY, 128)])

@@ -119,7 +119,7 @@ def run_fused_backward(
         d_y_RD, staged = complete(dispatcher.combine_backward(dy[0], None, *dy[1:]))[0], None
     beside = ALONE if staged is None else rows_out(staged)
     saved_by_ffn = Saved(rows_RD, gate_up_eGD, down_eDF, groups, weights_R, gate_up_RG)
-    deferral, (need_gate_up, need_down) = Deferral() if all(needs) else None, needs
+    deferral, (need_gate_up, need_down) = Deferral(early=True) if all(needs) else None, needs
     d_rows_RD, d_gate_up, d_down, d_weights_R = ffn_gradients(
         d_y_RD, saved_by_ffn, (True, need_gate_up, need_down), deferral=deferral, beside=beside
     )

@@ -136,7 +136,7 @@ class Forward:
                 leave=None if self.fusing is None else c.left.append,
             )
             c.beside = None
-            c.deferral = Deferral() if self.defer else None
+            c.deferral = Deferral(early=self.fusing is not None) if self.defer else None
             with nullcontext() if c.deferral is None else c.deferral.record():
                 out_RD = self.layer_experts(dispatched)
             c.out_RD = keep_values(out_RD) if self.lets_go and not weighs else out_RD

@@ -31,9 +31,11 @@ backward may go through them twice."""
 
 
 class Deferral:
-    """The products of one call of the experts whose weight gradients are still to be computed."""
+    """The products of one call of the experts whose weight gradients are still to be computed. early: in
+    memory that is taken in the backward, for a kernel that begins with them before it has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, early: bool = False) -> None:
+        self.early = early
         self._products: list[tuple[Tensor, Gradient]] = []
 
     @contextmanager

@@ -334,7 +334,9 @@ def ffn_gradients(
     if deferral is not None:  # takes those of both weights
         parts = (d_gate_up_RG, rows_RD), (d_y_RD, act_RF)
         for weight, part, adds in zip(weights, parts, add_to, strict=True):
-            left = LeftGradient(d_out=part[0], rows=part[1], groups=groups, weight=weight, add_to=adds)
+            out = weight.new_empty(weight.shape) if deferral.early and adds is None else None
+            what = {"d_out": part[0], "rows": part[1], "groups": groups, "weight": weight}
+            left = LeftGradient(**what, add_to=adds, out=out)
             deferral.add(weight, left)
         need_gate_up = need_down = False
     d_down_eDF = _weight_gradient(d_y_RD, act_RF, groups, down_eDF, need_down, add_to[1])
@@ -357,13 +359,19 @@ def ffn_backward(
 
 
 def _weight_gradient(
-    d_out: Tensor, rows: Tensor, groups: Groups, weight: Tensor, needed: bool, add_to: Tensor | None
+    d_out: Tensor,
+    rows: Tensor,
+    groups: Groups,
+    weight: Tensor,
+    needed: bool,
+    add_to: Tensor | None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """[e, N, K]: new, or empty where it is not needed or was added to `add_to`."""
+    """[e, N, K]: new, or `out`; empty where it is not needed or was added to `add_to`."""
     if not needed:
         return weight.new_empty(0)
     if add_to is None:
-        d_weight = weight.new_empty(weight.shape)
+        d_weight = weight.new_empty(weight.shape) if out is None else out
         queue_product(Layout.WGRAD, d_out, rows, groups, d_weight)
         return d_weight
     epilogue = Epilogue.ADD_FLOAT if add_to.dtype == torch.float32 else Epilogue.ADD
@@ -376,7 +384,7 @@ class LeftGradient:
     """A weight's gradient that a backward has left to a `Deferral`, whose `Gradient` it is.
 
     d_out [R, N], rows [R, K]: bf16, of the product of `rows` with `weight` [e, N, K], in `groups`. add_to:
-    where it is added, or `None`.
+    where it is added, or `None`. out: memory for it that nobody else has had since the backward began.
     """
 
     d_out: Tensor
@@ -384,10 +392,12 @@ class LeftGradient:
     groups: Groups
     weight: Tensor
     add_to: Tensor | None
+    out: Tensor | None = None
 
     def __call__(self, total: Tensor | None) -> Tensor | None:
         target = total if self.add_to is None else self.add_to
-        d_weight = _weight_gradient(self.d_out, self.rows, self.groups, self.weight, True, target)
+        operands = self.d_out, self.rows, self.groups, self.weight
+        d_weight = _weight_gradient(*operands, True, target, self.out)
         if self.add_to is not None:
             return None
         return d_weight if total is None else total

@@ -10,6 +10,9 @@
 //
 // n changes no bit: 0 sums behind the tiles, all blocks before them.
 //
+// - Where the launch right before is the product that makes dx, and has waited for all that came earlier,
+//   tiles begin in its last wave (`early`): they read nothing of it, and who sums waits for it to end. They
+//   have a counter of their own, since its is still in use.
 // - Phase 2 waits for no peer, and nobody's progress needs phase 1. In phase 3 the others' pieces are drawn
 //   before anybody waits for a sum: ranks cannot wait in a circle.
 // - Slots and lists of the sums lie where stages and staging do. From phase 1 to 2 everybody who summed
@@ -51,6 +54,7 @@ struct Home {
     int rows[2];  // of the results
     int columns[2];
     int first_blocks;  // n
+    int early;         // whether tiles begin before the launch right before has ended
 };
 
 // Of each rank of the launch: A of both products, B of both, the results.
@@ -170,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
         make_barriers(shared);
         for (int i = 0; i < 6; ++i) ptx::prefetch_map(map + i);
     }
-    ptx::wait_for_launches();
+    if (!home.early) ptx::wait_for_launches();
     count_call(call);
     meet<C>();
     if (warp >= 4 * C::kGroups) {
@@ -199,6 +203,7 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
         bool fine = !failed(call);
         fine = __all_sync(0xffffffffu, fine);
         if (sums_first) {
+            ptx::wait_for_launches();
             fine = fine && summer.begin();
             ptx::fence_async_shared();
             ptx::named_barrier(kLoadBarrier, kSummers + 32);
@@ -213,6 +218,7 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
         else
             consume<C>(problem, shared, sink, Always::kPatience);
         ptx::named_barrier(kSumBarrier, kSummers);
+        ptx::wait_for_launches();
         fine = fine && summer.end();
         if (!fine) spoil(call, reduce);
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.exchange.launches import Sums
 from imbrex.kernels.ffn.ffn import LeftGradient
 from imbrex.kernels.gemm.gemm import (
+    ENTRY,
     Epilogue,
     Layout,
     Tiling,
@@ -29,7 +31,7 @@ from imbrex.kernels.gemm.gemm import (
     stacked_map,
 )
 from imbrex.kernels.gemm.tiling import choose_tiling, gemm_choices
-from imbrex.kernels.jit import ByValue, Variant
+from imbrex.kernels.jit import ByValue, Variant, latest_launch
 from imbrex.kernels.routing.routed import Routed
 from imbrex.kernels.structs import struct
 from imbrex.runtime.deferred import Gradient, added
@@ -40,6 +42,8 @@ MOST_LOCAL = HOME.ends.size // 8
 FIRST_BLOCKS = 16
 """Blocks that begin with sums: the best of 8 to 32 beside narrow experts on one GPU
 (docs/fused-kernels.md)."""
+OF_ROWS = {("LAYOUT", int(Layout.DGRAD)), ("EPILOGUE", int(Epilogue.PLAIN))}
+"""Defines of the product that makes the gradient of rows, the last of the experts' backward."""
 Pair = tuple[LeftGradient, LeftGradient]
 
 
@@ -92,7 +96,7 @@ def home_beside_gradients(
     d_rows [L, row_capacity, D] bf16, out [T, D] ([L, max_tokens, D] with virtual ranks).
     sums: `values` and `wire`.
     first_blocks: of each rank, that begin with sums. blocks: of each rank; `None`: the device's
-    multiprocessors. None of them changes a bit.
+    multiprocessors. Neither changes a bit.
 
     Raises ValueError where `why_not_home` says why, and where L pairs were not given.
     """
@@ -117,17 +121,28 @@ def home_beside_gradients(
     return results
 
 
+def _begins_early(gradients: Sequence[Pair], device: int) -> bool:
+    """Whether the last launch makes `d_rows`, of what was made before it, as these products are, and has none
+    of their memory: that was taken before it, and what was freed since it may still read."""
+    latest = latest_launch(device)
+    if latest is None or latest.entry != ENTRY or not set(latest.defines) >= OF_ROWS:
+        return False
+    return all(gradient.out is not None or gradient.add_to is not None for gradient in chain(*gradients))
+
+
 def _home_args(gradients: Sequence[Pair], device: int, first_blocks: int) -> ctypes.Structure:
     """`fused::Home`: both products of all local ranks."""
     shapes = [gradient.weight.shape for gradient in gradients[0]]
+    plans, early = [pair[0].groups for pair in gradients], _begins_early(gradients, device)
     return HOME(
         ends=_addresses([pair[0].groups.ends_e for pair in gradients]),
-        counter=_addresses([pair[0].groups.counter for pair in gradients]),
+        counter=_addresses([plan.other_counter if early else plan.counter for plan in plans]),
         status=products_status(device),
         experts=gradients[0][0].groups.ends_e.numel(),
         rows=(ctypes.c_int32 * 2)(*(shape[1] for shape in shapes)),
         columns=(ctypes.c_int32 * 2)(*(shape[2] for shape in shapes)),
         first_blocks=first_blocks,
+        early=early,
     )
 
 
@@ -156,7 +171,9 @@ def _tiling(gradient: LeftGradient) -> Tiling:
 
 
 def _result(gradient: LeftGradient) -> Tensor:
-    return gradient.weight.new_empty(gradient.weight.shape) if gradient.add_to is None else gradient.add_to
+    if gradient.add_to is not None:
+        return gradient.add_to
+    return gradient.weight.new_empty(gradient.weight.shape) if gradient.out is None else gradient.out
 
 
 def _maps(pair: Pair, results: Sequence[Tensor], tiling: Tiling) -> bytes:
