@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
 from imbrex.kernels.arguments import multiprocessors
 from imbrex.kernels.exchange.launches import Sums
+from imbrex.kernels.ffn.ffn import LeftGradient
+from imbrex.kernels.ffn.products import queue_product
 from imbrex.kernels.fused.home import home_beside_gradients
+from imbrex.kernels.gemm.gemm import Layout
 from imbrex.placement.layouts import contiguous
 from tests.emulated.home import apart, begin, beside, differences
 from tests.emulated.scenario import Case
@@ -64,6 +70,40 @@ def test_many_calls_with_delays_in_them() -> None:
     wanted = apart(backward, sms=8)
     for call in range(100):
         assert differences(case, beside(backward, call % (blocks + 1), blocks), wanted) == [], call
+
+
+@pytest.mark.parametrize("name", ["two ranks", "narrow", "in turns"])
+def test_gradients_beside_the_last_tiles_of_those_of_rows(name: str) -> None:
+    """The launch right before makes the rows that are summed."""
+    case, inner = CASES[name]
+    backward, blocks = begin(case, inner, device="cuda", timeout=10.0), blocks_of(case)
+    for _, gate_up in backward.pairs:
+        gate_up.weight.normal_(std=0.02)
+
+    def make_rows() -> None:
+        for rank, (_, gate_up) in enumerate(backward.pairs):
+            operands = gate_up.d_out, gate_up.weight, gate_up.groups, backward.d_rows[rank]
+            queue_product(Layout.DGRAD, *operands)
+
+    make_rows()
+    wanted = apart(backward, sms=8)
+    pairs = [(with_memory(one), with_memory(other)) for one, other in backward.pairs]
+    out, home = (torch.empty_like(tensor) for tensor in backward.like)
+    sums: Sums = {"values": (backward.numbers, home)}
+    given = backward.exchange, backward.d_rows, backward.routed, sums, out, pairs
+    results_of: list[Any] = [out, home, backward.d_rows, *(one.out for pair in pairs for one in pair)]
+    for call in range(30):
+        for tensor in results_of:
+            tensor.fill_(float("nan"))
+        make_rows()
+        made = home_beside_gradients(*given, first_blocks=(0, 16, blocks)[call % 3], blocks=blocks)
+        backward.exchange.check(synchronize=True)
+        results = [out, home, *(gradient for pair in made for gradient in pair)]
+        assert differences(case, results, wanted) == [], call
+
+
+def with_memory(gradient: LeftGradient) -> LeftGradient:
+    return replace(gradient, out=torch.empty_like(gradient.weight))
 
 
 def test_a_captured_launch_is_replayed() -> None:
