@@ -151,6 +151,15 @@ PROTOCOL = [
         ("unit/test_few_in_one.py::test_a_rank_that_never_comes_leaves_no_rows",),
     ),
     Fault(
+        "a-first-record-without-a-meeting",
+        "exchange/recorded.py",
+        "a rank that makes its record does not meet one that makes steps and promises nothing",
+        """            self._agree_on_rows()
+            home = {""",
+        """            home = {""",
+        ("ranks/test_recorded.py::test_ranks_may_differ_and_hear_of_each_other",),
+    ),
+    Fault(
         "one-kernel-by-the-tokens-of-this-rank",
         "exchange/recorded.py",
         "a rank of few tokens takes the one kernel where another has many, where it is slower",

@@ -550,14 +550,16 @@ def test_a_record_holds_until_experts_move_or_choices_are_counted(pool: Pool) ->
         assert counted == 2 * 2 * 2 * (8 * CHOICES - 2)
 
 
-def run_differently(ranks: Ranks) -> list[Any]:
-    """Rank 1 makes the steps and promises nothing; then its input is wrong; then all is well."""
+def run_differently(ranks: Ranks, exact: bool) -> list[Any]:
+    """Rank 1 makes steps and promises nothing, where rank 0 makes its record and where it has one; then its
+    input is wrong; then all is well. exact: rows are as many as there are, and nothing is recorded."""
     heard: list[Any] = []
-    with a_layer(ranks, 256) as layer:
+    with a_layer(ranks, 0 if exact else 256) as layer:
+        layer.exchange.transport.exact_rows = exact  # type: ignore[attr-defined]
         board: Any = getattr(layer.exchange.transport, "_board")  # noqa: B009
         first = ranks.rank == 1
         for call, (steps, wrong) in enumerate(
-            [(False, False), (first, False), (False, first), (False, False)]
+            [(first, False), (False, False), (first, False), (False, first), (False, False)]
         ):
             x_TD, routing = inputs_of(ranks.rank, call, 8)
             with pytest.MonkeyPatch.context() as patch:
@@ -572,12 +574,13 @@ def run_differently(ranks: Ranks) -> list[Any]:
     return heard
 
 
-def test_ranks_may_differ_and_hear_of_each_other(pool: Pool) -> None:
-    answers = pool.run(2, run_differently)
-    for once, twice, said, again in answers:
-        assert (once, twice, again) == (1, 2, 1)
+@pytest.mark.parametrize("exact", [False, True])
+def test_ranks_may_differ_and_hear_of_each_other(pool: Pool, exact: bool) -> None:
+    answers = pool.run(2, run_differently, exact)
+    for *meetings, said, again in answers:
+        assert (meetings, again) == ([2, 1, 2], 1)
         assert said.startswith("dispatch: ")
-    assert "rank 1 was given tokens that cannot be dispatched" in answers[0][2]
+    assert "rank 1 was given tokens that cannot be dispatched" in answers[0][3]
 
 
 def run_left(ranks: Ranks) -> bool:
