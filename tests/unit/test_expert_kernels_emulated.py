@@ -187,7 +187,9 @@ def test_a_product_that_follows_has_the_same_bits(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("counts", [[70, 0, 200], [9, 0, 1, 64, 65] * 3], ids=["few", "many"])
-@pytest.mark.parametrize(("tiling", "keep"), [(SHARED, True), (SMALL, False), (PAIR, False)], ids=str)
+@pytest.mark.parametrize(
+    ("tiling", "keep"), [(SHARED, True), (SMALL, False), (LOW, True), (PAIR, False)], ids=str
+)
 def test_a_product_behind_has_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, tiling: Tiling, keep: bool, counts: list[int]
 ) -> None:

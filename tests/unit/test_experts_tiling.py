@@ -7,7 +7,8 @@ import itertools
 import pytest
 
 from imbrex.kernels.ffn.fp8 import shipped_variants
-from imbrex.kernels.gemm.gemm import Epilogue, Layout, Tiling, gemm_variant
+from imbrex.kernels.ffn.products import following_variants
+from imbrex.kernels.gemm.gemm import BEHIND, Epilogue, Layout, Tiling, gemm_variant, of_file
 from imbrex.kernels.gemm.tiling import (
     LOW,
     PAIRED,
@@ -15,6 +16,7 @@ from imbrex.kernels.gemm.tiling import (
     SHARED,
     SMALL,
     STAGED,
+    Reading,
     choose_tiling,
     gemm_choices,
 )
@@ -117,3 +119,15 @@ def test_every_choice_in_fp8_is_shipped_and_nothing_else(epilogue: Epilogue) -> 
     wanted = {gemm_variant(Layout.FORWARD, epilogue, tiling, fp8=True) for tiling in tilings}
     shipped = {v for v in shipped_variants() if {("EPILOGUE", epilogue.value), ("GATHER", 0)} <= {*v.defines}}
     assert wanted == shipped
+
+
+@pytest.mark.parametrize("model", [MIXTRAL, DEEPSEEK, QWEN2, PHI, QWEN3])
+def test_down_in_the_last_wave_is_a_kernel_that_is_shipped(model: tuple[int, int, int]) -> None:
+    """Behind small dispatches of a training too, which expect fewer rows than there is room for."""
+    shipped = set(following_variants())
+    for rows, few in itertools.product((8, 300, 2048, 32768), (0, 1, 16)):
+        shape = rows, model[1]
+        reading: Reading = {"depth": model[2], "expected": few and rows // few}
+        for epilogue in (Epilogue.PLAIN, Epilogue.WEIGHTED):
+            tiling = choose_tiling(Layout.FORWARD, epilogue, rows, model[0], shape, sms=132, **reading)
+            assert of_file(gemm_variant(Layout.FORWARD, epilogue, tiling), BEHIND) in shipped, tiling

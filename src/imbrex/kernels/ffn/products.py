@@ -100,7 +100,7 @@ def tiling_of(
 def following_variants() -> list[Variant]:
     """Every product that can begin before the one before it has ended."""
     cuts = itertools.product((Epilogue.SWIGLU, Epilogue.PLAIN, Epilogue.WEIGHTED), FOLLOWING)
-    behind = itertools.product((Epilogue.PLAIN, Epilogue.WEIGHTED), (SHARED, SMALL, PAIRED))
+    behind = itertools.product((Epilogue.PLAIN, Epilogue.WEIGHTED), (*FOLLOWING, PAIRED))
     return [
         *(following_variant(*cut) for cut in cuts),
         *(of_file(gemm_variant(Layout.FORWARD, *cut), BEHIND) for cut in behind),
