@@ -9,8 +9,8 @@
 // tile of columns; a tile of the second waits until its expert's part is full. Both take experts in their
 // order, so parts have been full for long when the second begins, but the last ones, which it takes last.
 //
-// Example, 12 experts: 8 parts of 2, 1, 1 or 2 experts; with 3 experts of 5, 0 and 7 rows and two tiles of
-// columns, parts 0, 2 and 5 are full at 10, 0 and 14.
+// Example, 12 experts: 8 parts of 2 experts and 1 in turn. 3 experts of 5, 0 and 7 rows and two tiles of
+// columns: parts 0, 2 and 5 are full at 10, 0 and 14, and nobody asks for the others.
 //
 // Nobody waits in a circle: the second launch begins when all blocks of the first are there, and these wait
 // for nothing of it.
@@ -93,6 +93,7 @@ struct TellParts {
         for (bool last = false; !last; ptx::rest()) {
             if (lane == 0) ended += static_cast<int>(ptx::take_acquire_cta(&done.ended));
             last = __shfl_sync(~0u, ended, 0) == C::kGroups;  // before what is left is taken
+            __syncwarp();
             u32* word = &done.rows[lane / kParts % 2][lane % kParts];
             const u32 rows = lane < C::kGroups * kParts ? ptx::take_acquire_cta(word) : 0;
             if (rows > 0) {
