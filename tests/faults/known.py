@@ -116,6 +116,16 @@ EXCHANGE = [
         ("unit/test_agreement.py::test_tokens_are_among_the_words",),
     ),
     Fault(
+        "rows-again-where-they-are-used",
+        "exchange/exchange.py",
+        "a rank whose experts learn nothing leaves the others alone in the second dispatch of rows",
+        "autograd.combine(rows_RD, handle, addend, weighted, redispatch=redispatch)",
+        "autograd.combine(rows_RD, handle, addend, weighted)",
+        (
+            "ranks/test_layer_nvlink.py::test_a_rank_that_learns_nothing_dispatches_rows_again_with_the_others",
+        ),
+    ),
+    Fault(
         "views-as-they-lie",
         "exchange/nvlink.py",
         "kernels read tokens of a view as if they lay one behind the other",

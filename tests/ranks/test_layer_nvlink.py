@@ -139,6 +139,25 @@ def test_rows_are_kept_or_dispatched_again(pool: Pool, nvlink: bool) -> None:
         assert answer == [False, True, True]
 
 
+def run_frozen_on_one(ranks: Ranks) -> bool:
+    """Whether rows dispatched again give x its gradient, where rank 1 learns nothing and needs none."""
+    found = []
+    for keep_rows in (True, False):
+        options = {"transport": "alltoall", "experts": "loop", "timeout": 5}
+        options["schedule"] = Serial(keep_rows=keep_rows)
+        layer = make_layer(replace(CASE, options=options), ranks.group)
+        layer.experts.requires_grad_(ranks.rank == 0)
+        x_TD = tokens_of(CASE, ranks.rank).requires_grad_()
+        y_TD = layer(x_TD)
+        (y_TD.float() * coefficients(y_TD)).sum().backward()
+        found.append(x_TD.grad)
+    return torch.equal(*found)
+
+
+def test_a_rank_that_learns_nothing_dispatches_rows_again_with_the_others(pool: Pool) -> None:
+    assert pool.run(2, run_frozen_on_one) == [True, True]
+
+
 class Unfused(torch.nn.Module):
     """Experts as wide as tokens that read their rows twice and skip those without rows."""
 
