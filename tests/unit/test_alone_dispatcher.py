@@ -349,6 +349,20 @@ def test_few_choices_are_launched_from_a_record(
         assert len(made) == 5
 
 
+@pytest.mark.parametrize("learns", [False, True])
+def test_views_give_what_their_values_do(of_kernels: imbrex.MoELayer, learns: bool) -> None:
+    layer, x_TD, found = of_kernels, torch.randn(5, 64).bfloat16(), []
+    with torch.set_grad_enabled(learns):
+        routing = layer.gate(x_TD)
+        for change in (torch.clone, lambda values: torch.stack([values, 2 * values], -1)[..., 0]):
+            given = Routing(ids_TK=change(routing.ids_TK), weights_TK=change(routing.weights_TK))
+            arguments = change(x_TD), given, layer.exchange, layer.experts
+            # No record serves an addend that lies apart, and steps here are not by the experts' kernels.
+            addend = functools.partial(change if learns else torch.clone, x_TD)
+            found.append(Serial().run(*arguments, addend).y_TD)
+    assert torch.equal(*found)
+
+
 def test_calls_that_no_record_serves(monkeypatch: pytest.MonkeyPatch, of_kernels: imbrex.MoELayer) -> None:
     """With gradients, of a shared expert alone too; of many choices; none."""
     layer = of_kernels
