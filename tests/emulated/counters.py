@@ -29,7 +29,7 @@ Edits = Sequence[tuple[str, str, str]]
 """Faults: a file of the kernels, what it says once, and what it says instead."""
 
 TALK = re.compile(
-    r"\b(wait_\w+|tell\w*|fence_\w+|add_relaxed_\w+|add_acq_rel_\w+|store_relaxed_sys|load_acquire_\w+"
+    r"\b(wait_\w+|tell\w*|fence_\w+|add_rel\w+|take_acquire_\w+|add_acq_rel_\w+|store_relaxed_sys|load_acquire_\w+"
     r"|named_barrier|atomicAdd|draw\w*|bulk_wait|leave_if_failed|give_up|spoil|end_call)(?=[<(])"
 )
 """Whatever threads say to each other. A function that says more than its marks know has no model."""

@@ -11,17 +11,18 @@ import pytest
 
 from imbrex.reproduce.interleavings import explore
 from tests.emulated import kernel
-from tests.emulated.counters import Edits, Source
+from tests.emulated.counters import Edits, Machine, Source
 from tests.emulated.down_home_counters import down_home
-from tests.emulated.fused_counters import DOWN, FIRST, HOME, PROTOCOL, REDUCE, ROWS, SUMMERS, Kernel
+from tests.emulated.fused_counters import DOWN, FIRST, HOME, PROTOCOL, REDUCE, ROWS, SUMMERS
 from tests.emulated.home_counters import home
 from tests.emulated.others_first_counters import others_first
+from tests.emulated.parts_counters import BEHIND, PARTS, parts
 from tests.emulated.rows_out_counters import rows_out
 
 pytestmark = [pytest.mark.skipif(not kernel.available(), reason="needs g++"), pytest.mark.untraced]
 
 
-def machine(name: str, edits: Edits = ()) -> Kernel:
+def machine(name: str, edits: Edits = ()) -> Machine:
     make, given = CASES[name]
     source = Source(edits)
     return make(source, **given)
@@ -54,6 +55,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"groups": (1, 1), "lists": (0,), "every": True, "own_first": True},
     ),
     "first, a rank dies": (others_first, {"groups": (1, 1), "lists": (0,), "mortal": 0}),
+    "parts": (parts, {"tiles": ((0, 0, 1), (0, -1, 1))}),
+    "parts, two calls": (parts, {"tiles": ((0,), (-1, 1)), "calls": 2}),
     "first, three calls": (others_first, {"groups": (0, 1), "lists": (0,), "calls": 3}),
 }
 
@@ -77,6 +80,10 @@ FLAG = "        ptx::store_relaxed_sys(flag_of(*call.group, call.group->reduced"
 STARTED = "            if (call.block == 0 && warp == 4 * C::kGroups + 1)\n"
 TELL_STARTED = f"{STARTED}                tell_started(call, static_cast<int>(ptx::lane_id()));\n"
 FIRST_PIECES = "reduce_pieces<Sums>(call, reduce, own, tokens, others, draw_again(call, reduce, 0));"
+LAST = """            if (lane == 0) ended += static_cast<int>(ptx::take_acquire_cta(&done.ended));
+            last = __shfl_sync(~0u, ended, 0) == C::kGroups;  // before what is left is taken
+"""
+TAKEN = "? ptx::take_acquire_cta(word) : 0;\n"
 FAULTS: dict[str, tuple[str, Edits, str]] = {
     "rows counted before they are stored": (
         "rows",
@@ -141,6 +148,48 @@ FAULTS: dict[str, tuple[str, Edits, str]] = {
         "home, three calls",
         ((HOME, CREDIT, CREDIT.replace("2", "3")),),
         "sum .* is",
+    ),
+    "rows of a part told without the copy engine's fence": (
+        "parts",
+        (
+            (
+                PARTS,
+                "                ptx::fence_async();\n                ptx::fence_gpu();",
+                "ptx::fence_gpu();",
+            ),
+        ),
+        "is under way",
+    ),
+    "rows of a part told without a fence": ("parts", ((PARTS, "ptx::fence_gpu();", ""),), "is under way"),
+    "a part told while it is stored": (
+        "parts",
+        ((PARTS, "note<kCommits>();", "note<2 * kCommits>();"),),
+        "is under way",
+    ),
+    "the last tile of a group is not told of": (
+        "parts",
+        ((PARTS, "note<0>();\n        ptx::add_release_cta(", "ptx::add_release_cta("),),
+        "for ever",
+    ),
+    "the last turn is known behind its rows": (
+        "parts",
+        ((PARTS, LAST, ""), (PARTS, TAKEN, TAKEN + LAST)),
+        "for ever",
+    ),
+    "a part loaded before the wait has ended": (
+        "parts",
+        ((PARTS, "*status = 1;\n        ptx::fence_async();", "*status = 1;"),),
+        "before the wait",
+    ),
+    "the first block behind sets counters of parts back": (
+        "parts",
+        ((BEHIND, "gridDim.x - 1", "0"),),
+        "for ever",
+    ),
+    "counters of parts are not set back": (
+        "parts, two calls",
+        ((BEHIND, "progress[i] = 0;", ";"),),
+        "behind both products",
     ),
     "a piece told without a fence": (
         "home, sums behind",
