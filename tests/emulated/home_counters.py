@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.emulated.counters import Asm, Fault, Source, Thread, Words, store
 from tests.emulated.fused_counters import HOME, REDUCE, Kernel, tell_piece
+
+HEAD = "home_beside_gradients(const"
+WHERE_NOT_EARLY = r"if \(!home\.early\) ptx::wait_for_launches\(\);\s+count_call\(call\);\s+meet<C>\(\);"
+"""What tiles read is older than the launch before, or that one is waited for."""
 
 
 def home(
@@ -34,7 +39,9 @@ def home(
         "spoil": r"if \(!fine\) spoil\(",
         "end_call": r"end_call\(",
     }
-    body = machine.body(HOME, "home_beside_gradients(const", marks, readers=("begin", "end"))
+    body = machine.body(HOME, HEAD, marks, readers=("begin", "end"))
+    if not re.search(WHERE_NOT_EARLY, source.body(HOME, HEAD)):
+        raise LookupError(f"{HOME} says 'produce' before it waits for the launch before it, or in vain")
     for rank in range(machine.ranks):
         for name in ("tell_started", "loads", "multiplies"):
             for block in range(blocks[rank] if name != "tell_started" else 1):

@@ -160,11 +160,12 @@ def beside(forward: Forward, sms: int = 2, blocks: int | None = None, movers: in
     results, staged = [], replace(staged, movers=movers)
     for rank in range(case.ranks):
         slots = len(forward.weights[rank])
-        own_e2 = torch.full((slots, 2), -1, dtype=torch.int32, device=out.device)
+        own_e2 = torch.full((slots + 1, 2), -1, dtype=torch.int32, device=out.device)
         mine = staged if forward.gradient is not None else replace(staged, own_e2=own_e2)
         results.append(_multiply(forward, rank, out[rank], routed, rows_out(mine, rank), blocks))
         exchange.check(synchronize=True)
-        assert mine is staged or torch.equal(own_e2, own_rows(routed, rank, slots))
+        assert mine is staged or torch.equal(own_e2[:-1], own_rows(routed, rank, slots))
+        assert own_e2[-1].tolist() == [-1, -1], "behind the last expert"
         count = int(routed.totals_L4[rank, 0])
         there = staged.there_LC[rank].tolist()
         assert there == [min(max(count - 128 * i, 0), 128) for i in range(len(there))]

@@ -346,10 +346,11 @@ WAIT = "    ptx::wait_for_launches();\n"
     [
         ("home, sums first", HOME, f"        {WAIT}            fine"),
         ("home, sums first", HOME, f"    {WAIT}        fine"),
+        ("home, sums first", HOME, f"    if (!home.early) {WAIT.lstrip()}"),
         ("down", DOWN, WAIT),
         ("first", FIRST, WAIT),
     ],
-    ids=["home, sums first", "home, sums behind", "down", "first"],
+    ids=["home, sums first", "home, sums behind", "home, tiles", "down", "first"],
 )
 def test_a_kernel_waits_for_the_launch_before_it(case: str, file: str, wait: str) -> None:
     with pytest.raises(LookupError, match="before it waits for the launch before it"):
