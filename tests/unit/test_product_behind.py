@@ -27,7 +27,7 @@ struct Cut {
     static constexpr int kPanels = 2, kGroupM = 8, kCluster = 1, kWave = 128, kGather = 0, kBox = 128;
     static constexpr bool kBeside = false, kQuantises = false;
 };
-using C = Config<Cut<Epilogue::kSwiglu>>;
+using C = Config<Cut<KEEPS ? Epilogue::kSwigluKeep : Epilogue::kSwiglu>>;
 using Down = Config<Cut<Epilogue::kPlain>>;
 // The first half of the blocks, or the second.
 struct Half {
@@ -46,6 +46,7 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
     both(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap map_up,
          const __grid_constant__ TensorMap map_act, const __grid_constant__ TensorMap map_a,
          const __grid_constant__ TensorMap map_down, const __grid_constant__ TensorMap map_out,
+         const __grid_constant__ TensorMap map_kept,
          const int* ends, int count, int width, int inner, u32* counter, u32* status, u32* progress) {
     extern __shared__ u8 memory[];
     __shared__ Slot slots[kSlots];
@@ -61,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
     if (half.begin == 0)
         return run<C>({&map_x, &map_up, ends, nullptr, count, 0, inner, width, nullptr, counter, status,
                        scales, slopes, nullptr},
-                      shared, Always{}, NoteTiles<C>{&map_act, &map_act, done, count}, half,
+                      shared, Always{}, NoteTiles<C>{&map_act, &map_kept, done, count}, half,
                       Tells{{done, progress}});
     const Shared<Down> same = lay_out<Down>(memory, slots, barriers, nullptr);
     run<Down>({&map_a, &map_down, ends, nullptr, count, 0, width, inner, nullptr, counter + 2, status, scales,
@@ -73,7 +74,9 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
 WIDTH, INNER = 264, 136  # two tiles of columns of the first product, two of the second
 
 
-def both(monkeypatch: pytest.MonkeyPatch, counts: list[int], edits: Edits = (), seed: int = 0) -> float:
+def both(
+    monkeypatch: pytest.MonkeyPatch, counts: list[int], edits: Edits = (), seed: int = 0, keeps: bool = False
+) -> float:
     """How far the result is from the experts' in float64, over their largest value; NaN where a row was taken
     too early."""
     monkeypatch.setitem(arguments.HEADERS, "both_behind.cu", KERNEL)
@@ -81,18 +84,25 @@ def both(monkeypatch: pytest.MonkeyPatch, counts: list[int], edits: Edits = (), 
     torch.manual_seed(4)
     x, gate_up = draw(sum(counts), WIDTH), draw(len(counts), 2 * INNER, WIDTH)
     down, act, out = draw(len(counts), WIDTH, INNER), poisoned(len(x), INNER), poisoned(len(x), WIDTH)
+    kept = poisoned(len(x), 2 * INNER)
     maps = (
         *(gemm.ragged_map(x, 64, SHARED.box_m), gemm.gate_and_up_map(gate_up), gemm.ragged_map(act, 64, 64)),
         *(gemm.ragged_map(act, 64, SHARED.box_m), gemm.stacked_map(down, 64, 256)),
-        gemm.ragged_map(out, 64, 64),
+        *(gemm.ragged_map(out, 64, 64), gemm.halves_map(kept)),
     )
     counter, status, progress = (torch.zeros(size, dtype=torch.int32) for size in (4, 1, 9))
-    launch = EmulatedKernel(jit.Variant(source="both_behind.cu", entry="both"), SHARED.smem, None, edits)
+    launch = EmulatedKernel(
+        jit.Variant(source="both_behind.cu", entry="both", defines=(("KEEPS", int(keeps)),)),
+        SHARED.smem,
+        None,
+        edits,
+    )
     launch.seed = seed
     args = [*maps, ends_of(counts), len(counts), WIDTH, INNER, counter, status, progress]
     launch.launch(grid=4, block=128 * (SHARED.groups + 1), smem=SHARED.smem, args=args)
     assert (counter.tolist(), status.tolist()) == ([0] * 4, [0])
     assert int(progress.sum()) == 2 * sum(counts)
+    assert bool(kept[: sum(counts)].isfinite().all()) is keeps
     exact = (t.double() for t in (x, gate_up, down, torch.ones(len(x))))
     wanted = reference_ffn(counts, *exact)
     return float((out.double() - wanted).abs().max() / wanted.abs().max())
@@ -104,6 +114,12 @@ def test_the_second_product_waits_for_the_rows_of_each_part(
 ) -> None:
     for seed in range(3):
         assert both(monkeypatch, counts, seed=seed) < 0.02
+
+
+def test_gate_and_up_that_are_kept_are_stores_of_a_tile_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three commits for every 64 columns: with six, a tile would be told of while it is stored."""
+    for seed in range(3):
+        assert both(monkeypatch, [70, 0, 200], seed=seed, keeps=True) < 0.02
 
 
 NOTE = "        note<kCommits>();\n        part = part_of(tile.expert, experts), rows_sent = rows;\n"
