@@ -303,19 +303,25 @@ FAULTS = {
 """What went wrong once, or could: the text of the kernel, the fault in its place, and how it shows."""
 
 
-def test_a_lost_arrival_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+LOST = {
+    "who multiplies": ("if (step > 0) release_stage<C>(shared.empty + 8 * before);", ""),
+    "who loads": ("u32 patience = Ready::kPatience, position", "u32 patience = 0, position"),
+}
+"""An arrival without which both wait in vain; and somebody who waits no more, where nobody else need wait."""
+
+
+@pytest.mark.parametrize(("who", "depth"), [("who multiplies", 512), ("who loads", 64)])
+def test_a_lost_arrival_is_reported(monkeypatch: pytest.MonkeyPatch, who: str, depth: int) -> None:
     """Every wait ends; the launch after the one that gave up says so."""
     status = torch.zeros(1, dtype=torch.int32)
     word = ctypes.c_int32.from_address(status.data_ptr())
     monkeypatch.setattr(gemm, "products_status", lambda device: status)
     monkeypatch.setattr(gemm, "_status_word", lambda device: word)
-    lost = ("if (step > 0) release_stage<C>(shared.empty + 8 * before);", "")
-    rows, weight, out = draw(8, 512), draw(1, 64, 512), poisoned(8, 64)
-    emulate(monkeypatch, blocks=1, edits=(lost,))
+    rows, weight, out = draw(8, depth), draw(1, 64, depth), poisoned(8, 64)
+    emulate(monkeypatch, blocks=1, edits=(LOST[who],))
+    counter = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(KernelError, match="its result is wrong"):
-        launch_gemm(
-            Layout.FORWARD, rows, weight, ends_of([8]), out, torch.zeros(2, dtype=torch.int32), tiling=SHARED
-        )
+        launch_gemm(Layout.FORWARD, rows, weight, ends_of([8]), out, counter, tiling=SHARED)
 
 
 def run_with(fault: str) -> None:

@@ -75,10 +75,15 @@ WIDTH, INNER = 264, 136  # two tiles of columns of the first product, two of the
 
 
 def both(
-    monkeypatch: pytest.MonkeyPatch, counts: list[int], edits: Edits = (), seed: int = 0, keeps: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    counts: list[int],
+    edits: Edits = (),
+    seed: int = 0,
+    keeps: bool = False,
+    late: int = 0,
 ) -> float:
     """How far the result is from the experts' in float64, over their largest value; NaN where a row was taken
-    too early."""
+    too early. late: what the status says then."""
     monkeypatch.setitem(arguments.HEADERS, "both_behind.cu", KERNEL)
     monkeypatch.setattr(gemm, "tensor_map", pack_map)
     torch.manual_seed(4)
@@ -100,7 +105,7 @@ def both(
     launch.seed = seed
     args = [*maps, ends_of(counts), len(counts), WIDTH, INNER, counter, status, progress]
     launch.launch(grid=4, block=128 * (SHARED.groups + 1), smem=SHARED.smem, args=args)
-    assert (counter.tolist(), status.tolist()) == ([0] * 4, [0])
+    assert (counter.tolist(), status.tolist()) == ([0] * 4, [late])
     assert int(progress.sum()) == 2 * sum(counts)
     assert bool(kept[: sum(counts)].isfinite().all()) is keeps
     exact = (t.double() for t in (x, gate_up, down, torch.ones(len(x))))
@@ -120,6 +125,13 @@ def test_gate_and_up_that_are_kept_are_stores_of_a_tile_too(monkeypatch: pytest.
     """Three commits for every 64 columns: with six, a tile would be told of while it is stored."""
     for seed in range(3):
         assert both(monkeypatch, [70, 0, 200], seed=seed, keeps=True) < 0.02
+
+
+def test_a_part_that_is_never_full_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the product ends."""
+    wait = "while (ptx::load_acquire_gpu(progress + part) != full && --patience)"
+    fault = f"u32 patience = kPatience;\n        {wait}", "u32 patience = 64;\n        while (--patience)"
+    both(monkeypatch, [70, 0, 200], (fault,), late=1)
 
 
 NOTE = "        note<kCommits>();\n        part = part_of(tile.expert, experts), rows_sent = rows;\n"

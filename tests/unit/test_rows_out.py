@@ -6,10 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from imbrex.contracts import Placement
+from imbrex.kernels.gemm import gemm
 from imbrex.kernels.gemm.gemm import Epilogue
 from imbrex.kernels.gemm.tiling import GRADIENT_TILINGS, PAIRED, SHARED, SMALL
+from imbrex.kernels.jit import KernelError
 from imbrex.placement.layouts import contiguous
 from tests.emulated import kernel
 from tests.emulated.gemm import Edits, emulate
@@ -186,3 +189,12 @@ def test_a_fault_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
         except AssertionError:  # counters
             return
     pytest.fail(f"nothing shows where {fault}")
+
+
+def test_a_product_whose_rows_are_never_counted_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = torch.zeros(1, dtype=torch.int32, device="cpu")
+    monkeypatch.setattr(gemm, "products_status", lambda device: status)
+    forward = made(CASES["one rank"], monkeypatch, edits=((COUNT, ""),))
+    with pytest.raises((AssertionError, KernelError)):  # counters that are not full; else the next launch
+        beside(forward)
+    assert status.tolist() == [1]
