@@ -22,7 +22,8 @@ from imbrex.kernels.ffn.fp8 import (
 )
 from imbrex.kernels.ffn.fp8_tokens import ffn_tokens_fp8
 from imbrex.kernels.ffn.glue import COUNTERS, sum_rows
-from imbrex.kernels.gemm.tiling import LOW
+from imbrex.kernels.gemm.gemm import Epilogue, Layout
+from imbrex.kernels.gemm.tiling import LOW, STAGED, Tiling, override_tilings
 from tests.emulated.gemm import emulate
 from tests.emulated.ragged import draw, error
 
@@ -73,7 +74,8 @@ def reference_ffn(rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     return torch.cat(outputs)
 
 
-def test_both_products(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("down", [LOW, STAGED], ids=["low", "staged"])
+def test_both_products(monkeypatch: pytest.MonkeyPatch, down: Tiling) -> None:
     """Against fp64 on the quantised numbers; a value next to a rounding boundary may fall on either side."""
     torch.manual_seed(1)
     width, inner = 256, 384
@@ -83,7 +85,8 @@ def test_both_products(monkeypatch: pytest.MonkeyPatch) -> None:
     x[::7] *= 100
     x[sum(COUNTS) :] = float("nan")
     groups, values, scales = quantise_rows(x, torch.tensor(COUNTS))
-    found = run_fp8_rows(values, scales, experts, groups, weights)[:-TAIL]
+    with override_tilings({(Layout.FORWARD, Epilogue.WEIGHTED): down}):
+        found = run_fp8_rows(values, scales, experts, groups, weights)[:-TAIL]
     exact = reference_ffn(
         dequantise(values[:-TAIL], scales[:-TAIL], 1),
         dequantise(experts.gate_up_eGD, experts.gate_up_scales, 128),
