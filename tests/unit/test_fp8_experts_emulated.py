@@ -24,7 +24,7 @@ from imbrex.kernels.ffn.fp8_tokens import ffn_tokens_fp8
 from imbrex.kernels.ffn.glue import COUNTERS, sum_rows
 from imbrex.kernels.gemm.gemm import Epilogue, Layout
 from imbrex.kernels.gemm.tiling import LOW, STAGED, Tiling, override_tilings
-from tests.emulated.gemm import emulate
+from tests.emulated.gemm import EmulatedKernel, emulate
 from tests.emulated.ragged import draw, error
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles the kernel with g++")
@@ -79,7 +79,8 @@ def test_both_products(monkeypatch: pytest.MonkeyPatch, down: Tiling) -> None:
     """Against fp64 on the quantised numbers; a value next to a rounding boundary may fall on either side."""
     torch.manual_seed(1)
     width, inner = 256, 384
-    emulate(monkeypatch, blocks=2)
+    monkeypatch.setattr(EmulatedKernel, "unrest", down == STAGED)  # lanes drift apart
+    emulate(monkeypatch, blocks=1, seed=1)
     experts = quantise_experts(draw(4, 2 * inner, width) / 16, draw(4, width, inner) / 20)
     x, weights = draw(sum(COUNTS) + TAIL, width), torch.rand(sum(COUNTS) + TAIL)
     x[::7] *= 100

@@ -198,3 +198,23 @@ def test_a_product_whose_rows_are_never_counted_ends_and_says_so(monkeypatch: py
     with pytest.raises((AssertionError, KernelError)):  # counters that are not full; else the next launch
         beside(forward)
     assert status.tolist() == [1]
+
+
+def test_rows_of_a_peer_that_has_failed_are_no_numbers_and_the_rest_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A ticket that fails; its tokens' other rows are no numbers either."""
+    staged = "const bool fine = wait_staged(call, rows, own)"
+    edits = ((f"{staged};", f"{staged} && from != 4 * kTicket;"),)
+    forward = made(CASES["two ranks"], monkeypatch)
+    wanted = apart(forward)
+    emulate(monkeypatch, None, blocks=4, edits=edits)
+    full = torch.full  # what is there before holds numbers: NaN becomes -1
+    monkeypatch.setattr(torch, "full", lambda size, value, **how: full(size, max(-1, value), **how))
+    for found, whole in zip(beside(forward), wanted, strict=True):
+        failed = found[0].isnan().any(1)
+        assert bool(failed[16])
+        assert int(failed.sum()) > 4
+        for one, other in zip(found, whole, strict=True):
+            assert bool(one[failed].isnan().all())
+            assert torch.equal(one[~failed], other[~failed])
