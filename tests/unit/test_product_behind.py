@@ -39,9 +39,6 @@ struct Half {
     __device__ u32 reserved() const { return all(); }
     __device__ u32 all() const { return gridDim.x / 2; }
 };
-struct Tells : TellParts<C> {
-    __device__ void operator()() const { if (tells()) TellParts<C>::operator()(); }
-};
 extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
     both(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap map_up,
          const __grid_constant__ TensorMap map_act, const __grid_constant__ TensorMap map_a,
@@ -63,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
         return run<C>({&map_x, &map_up, ends, nullptr, count, 0, inner, width, nullptr, counter, status,
                        scales, slopes, nullptr},
                       shared, Always{}, NoteTiles<C>{&map_act, &map_kept, done, count}, half,
-                      Tells{{done, progress}});
+                      TellParts<C>{done, progress});
     const Shared<Down> same = lay_out<Down>(memory, slots, barriers, nullptr);
     run<Down>({&map_a, &map_down, ends, nullptr, count, 0, width, inner, nullptr, counter + 2, status, scales,
                slopes, nullptr},

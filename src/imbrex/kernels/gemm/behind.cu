@@ -20,13 +20,7 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
     extern __shared__ u8 memory[];
     __shared__ Slot slots[kSlots];
     __shared__ u64 barriers[2 * C::kStages + 2 * kSlots + 2];
-    const Shared<C> shared = lay_out<C>(memory, slots, barriers, nullptr);
-    if (threadIdx.x == 0) {
-        make_barriers(shared);
-        ptx::prefetch_map(&map_a);
-        ptx::prefetch_map(&map_b);
-        ptx::prefetch_map(&map_d);
-    }
+    const Shared<C> shared = set_up<C>(memory, slots, barriers, nullptr, map_a, map_b, map_d);
     meet<C>();
     run<C>({&map_a, &map_b, ends, segments, count, rows, columns, k, weights, counter, status, scales, slopes,
             index},

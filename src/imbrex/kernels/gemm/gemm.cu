@@ -34,12 +34,6 @@ namespace gemm {
 // Gate and up tell of their tiles where `progress` is given (gemm/parts.cuh).
 constexpr bool kTells = C::kForward && C::kSwiglu && !C::kFp8;
 
-struct TellAlone : TellParts<C> {
-    __device__ __forceinline__ void operator()() const {
-        if (tells()) TellParts<C>::operator()();
-    }
-};
-
 // map_h: gate and up, kept or their gradients, else unused. The others: see Problem.
 extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
     grouped_gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
@@ -55,13 +49,7 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
 #else
     u32* from = nullptr;
 #endif
-    const Shared<C> shared = lay_out<C>(memory, slots, barriers, from);
-    if (threadIdx.x == 0) {
-        make_barriers(shared);
-        ptx::prefetch_map(&map_a);
-        ptx::prefetch_map(&map_b);
-        ptx::prefetch_map(&map_d);
-    }
+    const Shared<C> shared = set_up<C>(memory, slots, barriers, from, map_a, map_b, map_d);
     __shared__ Done done;
     if constexpr (kTells) clear(done);
     ptx::wait_for_launches();
@@ -71,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
                           scales, slopes, index};
     if constexpr (kTells)
         run<C>(problem, shared, Always{}, NoteTiles<C>{&map_d, &map_h, done, count},
-               EveryBlock<C::kCluster>{}, TellAlone{{done, progress}});
+               EveryBlock<C::kCluster>{}, TellParts<C>{done, progress});
     else
         run<C>(problem, shared, Always{}, StoreTiles{&map_d, &map_h});
 }

@@ -79,13 +79,15 @@ struct NoteTiles : StoreTiles {
     }
 };
 
-// An idle warp of the first product. `progress`: a zero for every part, or null, where nobody waits.
+// `run`'s `beside` in the first product: the last warp of the producer's group tells. `progress`: a zero for
+// every part, or null, where nobody waits.
 template <class C>
 struct TellParts {
     Done& done;
     u32* progress;
 
     __device__ __forceinline__ void operator()() const {
+        if (threadIdx.x % 128 < 96) return;
         const int lane = static_cast<int>(ptx::lane_id());
         if (progress == nullptr) return;
         int ended = 0;
@@ -104,9 +106,6 @@ struct TellParts {
         }
     }
 };
-
-// The warp of the producer's group that tells: the last one.
-__device__ __forceinline__ bool tells() { return threadIdx.x % 128 >= 96; }
 
 // What the second product waits for: `run`'s `ready`. `tiles`: of columns, of the first product.
 struct PartMade {

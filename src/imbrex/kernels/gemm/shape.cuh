@@ -322,6 +322,22 @@ __device__ __forceinline__ void make_barriers(const Shared<C>& shared) {
     ptx::fence_barrier_init();
 }
 
+// The shared memory of a kernel of one product, its barriers and maps made ready before the block meets.
+// `memory`, `barriers`: as of `lay_out`.
+template <class C>
+__device__ __forceinline__ Shared<C> set_up(u8* memory, Slot* slots, u64* barriers, u32* from,
+                                            const TensorMap& map_a, const TensorMap& map_b,
+                                            const TensorMap& map_d) {
+    const Shared<C> shared = lay_out<C>(memory, slots, barriers, from);
+    if (threadIdx.x == 0) {
+        make_barriers(shared);
+        ptx::prefetch_map(&map_a);
+        ptx::prefetch_map(&map_b);
+        ptx::prefetch_map(&map_d);
+    }
+    return shared;
+}
+
 // All threads of the block, or of the cluster.
 template <class C>
 __device__ __forceinline__ void meet() {
