@@ -329,7 +329,7 @@ __device__ __forceinline__ Shared<C> set_up(u8* memory, Slot* slots, u64* barrie
                                             const TensorMap& map_a, const TensorMap& map_b,
                                             const TensorMap& map_d) {
     const Shared<C> shared = lay_out<C>(memory, slots, barriers, from);
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0) {  // the others wait in `meet`
         make_barriers(shared);
         ptx::prefetch_map(&map_a);
         ptx::prefetch_map(&map_b);
