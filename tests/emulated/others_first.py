@@ -3,6 +3,7 @@ for (`tests.emulated.down_home.apart`)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,11 @@ import torch
 from torch import Tensor
 
 from imbrex.kernels.exchange.exchange import Routed
+from imbrex.kernels.ffn.glue import Groups
 from imbrex.kernels.fused.others_first import others_first
 from tests.emulated.down_home import Forward, empty_out, products_of
+
+PARTS = 8
 
 
 def own_rows(routed: Routed, rank: int, slots: int) -> Tensor:
@@ -31,13 +35,34 @@ def own_rows(routed: Routed, rank: int, slots: int) -> Tensor:
     return own.to(routed.position_LWTK.device)
 
 
-def together(forward: Forward, first: int, blocks: int | None = None, **sums: Any) -> Tensor:
-    """Product and sums of all virtual ranks in one launch."""
+def made(groups: Groups) -> None:
+    """Tell of all rows, as a product with one tile of columns does, and of all ends of own rows."""
+    counts = groups.ends_e.diff(prepend=groups.ends_e.new_zeros(1))
+    part = torch.arange(len(counts), device=counts.device) * PARTS // max(1, len(counts))
+    groups.progress.zero_()[:PARTS].index_add_(0, part, counts)
+    groups.found.fill_(2 * len(counts))
+
+
+def together(
+    forward: Forward,
+    first: int,
+    blocks: int | None = None,
+    *,
+    make: Callable[[int, Groups], int] | None = None,
+    **sums: Any,
+) -> Tensor:
+    """Product and sums of all virtual ranks in one launch. make: queues a rank's first product, and returns
+    its tiles of columns; without, its rows are there."""
     rows, products = products_of(forward)
-    left = [
-        replace(product, own_e2=own_rows(forward.routed, rank, len(product.down_eDF)))
-        for rank, product in enumerate(products)
-    ]
+    left = []
+    for rank, product in enumerate(products):
+        own_e2 = own_rows(forward.routed, rank, len(product.down_eDF))
+        made(product.groups)
+        left.append(replace(product, own_e2=own_e2, tiles=1))
+    if make is not None:
+        for rank, product in enumerate(left):
+            product.groups.progress.zero_()
+            left[rank] = replace(product, tiles=make(rank, product.groups))
     out = empty_out(forward)
     sums |= {"weighted": forward.row_weights is None, "addend": forward.addend}
     others_first(forward.exchange, rows, forward.routed, left, out, first=first, blocks=blocks, **sums)

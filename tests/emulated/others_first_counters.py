@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
-from tests.emulated.counters import Asm, Source, Thread, Words, load
+from tests.emulated.counters import Asm, Source, Thread, Words, load, store
 from tests.emulated.down_home_counters import publish
 from tests.emulated.fused_counters import FIRST, Kernel
 from tests.emulated.home_counters import CREDIT, PIECES, sum_others
 
 BODY = {
     "tell_started": r"tell_started\(",
+    "found": r"wait_found\(",
     "load barrier": r"named_barrier\(kSumBarrier, kSummers \+ 32\);\n        }",
     "produce": r"\bproduce<C>\(",
     "consume": r"\bconsume_halves<C>\(",
@@ -19,6 +21,14 @@ BODY = {
     "failed": r"!failed\(",
     "run": r"if \(!fine \|\| !summer\.run\(.*\)\) spoil\(",
     "end": r"end_call\(",
+}
+OWN = "fused/own_rows.cuh"
+READY = r"PartMade ready\{given\.progress\[rank\], .*produce<C>\(problem, shared, order, team, ready\)"
+"""What tiles wait for. The model of parts has it."""
+FIND = {
+    "store": r"rows\.own\[i\] = found",
+    "fence": r"fence_gpu\(",
+    "count": r"add_relaxed_gpu\(rows\.found, 1\)",
 }
 NEXT = {
     "stop": r"return stops && order\.product > 0 \? kNoTile : static_cast<int>\(atomicAdd\(",
@@ -43,15 +53,21 @@ def others_first(
     every: bool = False,
     own_first: bool = False,
     blocks: int = 2,
+    finds: bool = False,
     **how: Any,
 ) -> Kernel:
     """Kernel 4, `blocks` a rank, one or two. lists: of each tile, in the order in which they are drawn.
     first: the first block stops. every: the last one sums as well, where it is not the only one; own_first:
     it begins with own pieces. It also
-    tells that the call has begun, before it multiplies: a thread of its own would be too many."""
+    tells that the call has begun, before it multiplies: a thread of its own would be too many. finds: the
+    launch before finds own rows meanwhile."""
     machine = Kernel(source, groups, **how)
-    body = machine.body(FIRST, "others_first(const", BODY)
+    body = machine.body(FIRST, "others_first(const", BODY, readers=("run",))
+    if not re.search(READY, source.body(FIRST, "others_first(const"), re.DOTALL):
+        raise LookupError(f"{FIRST} says 'produce' before it waits for the launch before it")
     for rank in range(machine.ranks):
+        if finds:
+            _find(machine, machine.thread(rank, "finds"))
         for block in range(blocks):
             asm = machine.thread(rank, f"block {block}")
             asm.label("begin")
@@ -59,12 +75,38 @@ def others_first(
                 if mark == "tell_started":
                     if block == blocks - 1:
                         machine.tell_started(asm)
+                elif mark == "found" and finds:
+                    _wait_found(machine, asm)
                 elif mark == "consume" or every or block == 0:
                     turn = {"stops": first and block == 0, "own_first": own_first and block > 0}
                     _step(machine, asm, mark, lists, **turn)
             machine.end_call(asm, machine.reset(rank))
     machine.checks.append(machine.whole)
     return machine
+
+
+def _find(machine: Kernel, asm: Asm) -> None:
+    own, found = (machine.word(asm.rank, name) for name in ("own", "found"))
+
+    def count(w: Words, t: Thread) -> None:
+        w[found] = t.call
+
+    asm.label("begin")
+    for mark, _ in machine.source.order(OWN, "void operator()() const", FIND):
+        if mark == "store":
+            asm.add("store an end of own rows", lambda w, t: store(w, t, own), local=True)
+        elif mark == "fence":
+            asm.fence(machine.places)
+        else:
+            asm.add("count it", count, local=True)
+    machine.end_call(asm, machine.reset(asm.rank))
+
+
+def _wait_found(machine: Kernel, asm: Asm) -> None:
+    own, found = (machine.word(asm.rank, name) for name in ("own", "found"))
+    if "while (ptx::load_acquire_gpu(found) != due" in machine.source.body(FIRST, "bool wait_found("):
+        asm.add("wait for own rows", local=True, ready=lambda w, t: w[found] == t.call)
+    asm.add("where own rows are", lambda w, t: load(w, t, own, "an end of own rows"), silent=True)
 
 
 def _step(

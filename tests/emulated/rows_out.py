@@ -161,10 +161,14 @@ def beside(forward: Forward, sms: int = 2, blocks: int | None = None, movers: in
     for rank in range(case.ranks):
         slots = len(forward.weights[rank])
         own_e2 = torch.full((slots + 1, 2), -1, dtype=torch.int32, device=out.device)
-        mine = staged if forward.gradient is not None else replace(staged, own_e2=own_e2)
+        groups = Groups(torch.zeros(COUNTERS + slots, dtype=torch.int32, device=out.device))
+        looks = {"own_e2": own_e2, "plan": groups.plan}
+        mine = staged if forward.gradient is not None else replace(staged, **looks)
         results.append(_multiply(forward, rank, out[rank], routed, rows_out(mine, rank), blocks))
         exchange.check(synchronize=True)
-        assert mine is staged or torch.equal(own_e2[:-1], own_rows(routed, rank, slots))
+        if mine is not staged:
+            assert torch.equal(own_e2[:-1], own_rows(routed, rank, slots))
+            assert int(groups.found) == 2 * slots
         assert own_e2[-1].tolist() == [-1, -1], "behind the last expert"
         count = int(routed.totals_L4[rank, 0])
         there = staged.there_LC[rank].tolist()

@@ -6,10 +6,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
+from imbrex.kernels.ffn.glue import Groups
+from imbrex.kernels.ffn.products import queue_product
+from imbrex.kernels.gemm.gemm import Epilogue, Layout
 from imbrex.kernels.gemm.tiling import SHARED, override_tilings
 from imbrex.placement.layouts import contiguous
-from tests.emulated.down_home import apart, begin, differences
+from tests.emulated.down_home import apart, begin, differences, products_of
 from tests.emulated.others_first import together
 from tests.emulated.rows_out import begin as begin_rows
 from tests.emulated.rows_out import beside
@@ -38,10 +42,35 @@ def test_bits_are_those_of_two_launches(name: str) -> None:
         for applied in (True, False):
             forward = begin(case, inner, applied=applied, addend=applied, device="cuda", timeout=10.0)
             wanted, blocks = apart(forward, sms=8), blocks_of(case)
-            for first in (0, 1, blocks // 4, blocks):
+            for first, last in ((0, None), (0, 1), (0, 1 << 10), (1, 3), (blocks // 4, None), (blocks, None)):
                 for _ in range(2):
-                    found = together(forward, first, blocks)
-                    assert differences(case, found, wanted) == [], (applied, first)
+                    found = together(forward, first, blocks, last=last)
+                    assert differences(case, found, wanted) == [], (applied, first, last)
+
+
+@pytest.mark.parametrize("name", ["two ranks", "narrow"])
+def test_it_begins_in_the_last_wave_of_gate_and_up(name: str) -> None:
+    case, inner = CASES[name]
+    with override_tilings(tiled(SHARED)):
+        forward = begin(case, inner, device="cuda", timeout=10.0)
+        torch.manual_seed(7)
+        x = [torch.randn(len(act), case.width, device="cuda", dtype=torch.bfloat16) for act in forward.acts]
+        gate_up = [
+            torch.randn(len(down), 2 * inner, case.width, device="cuda", dtype=torch.bfloat16) / 64
+            for down in forward.weights
+        ]
+
+        def make(rank: int, groups: Groups) -> int:
+            act_RF = forward.acts[rank].fill_(float("nan"))
+            operands = Layout.FORWARD, x[rank], gate_up[rank], groups, act_RF, Epilogue.SWIGLU
+            return queue_product(*operands, progress=groups.progress)
+
+        for rank, product in enumerate(products_of(forward)[1]):
+            assert make(rank, product.groups) == inner // 128
+        wanted, blocks = apart(forward, sms=8), blocks_of(case)
+        for call in range(30):
+            found = together(forward, call % 3 * 8, blocks, make=make)
+            assert differences(case, found, wanted) == [], call
 
 
 def test_many_calls_with_delays_in_them() -> None:

@@ -15,7 +15,7 @@ from tests.emulated.counters import Edits, Machine, Source
 from tests.emulated.down_home_counters import down_home
 from tests.emulated.fused_counters import DOWN, FIRST, HOME, PROTOCOL, REDUCE, ROWS, SUMMERS
 from tests.emulated.home_counters import home
-from tests.emulated.others_first_counters import others_first
+from tests.emulated.others_first_counters import OWN, others_first
 from tests.emulated.parts_counters import BEHIND, PARTS, parts
 from tests.emulated.rows_out_counters import rows_out
 
@@ -53,6 +53,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "first, a warp begins with own pieces": (
         others_first,
         {"groups": (1, 1), "lists": (0,), "every": True, "own_first": True},
+    ),
+    "first, own rows are looked for": (
+        others_first,
+        {"groups": (1, 0), "lists": (0, 1), "first": False, "blocks": 1, "finds": True},
     ),
     "first, a rank dies": (others_first, {"groups": (1, 1), "lists": (0,), "mortal": 0}),
     "parts": (parts, {"tiles": ((0, 0, 1), (0, -1, 1))}),
@@ -315,6 +319,24 @@ FAULTS: dict[str, tuple[str, Edits, str]] = {
         ),
         "tile . is under way",
     ),
+    "ends of own rows told without a fence": (
+        "first, own rows are looked for",
+        ((OWN, "                ptx::fence_gpu();\n", ""),),
+        "own rows is under way",
+    ),
+    "ends of own rows told before they are stored": (
+        "first, own rows are looked for",
+        (
+            (OWN, "                rows.own[i] = found;\n", ""),
+            (OWN, "(rows.found, 1);\n", "(rows.found, 1);\n                rows.own[i] = found;\n"),
+        ),
+        "own rows is",
+    ),
+    "nobody waits for ends of own rows": (
+        "first, own rows are looked for",
+        ((FIRST, "while (ptx::load_acquire_gpu(found) != due && --patience)", "while (0)"),),
+        "own rows is",
+    ),
     "others first without credit": ("first, three calls", ((FIRST, CREDIT, ""),), "sum .* is"),
     "a begin of others first that is not told": (
         "first, three calls",
@@ -348,13 +370,18 @@ WAIT = "    ptx::wait_for_launches();\n"
         ("home, sums first", HOME, f"    {WAIT}        fine"),
         ("home, sums first", HOME, f"    if (!home.early) {WAIT.lstrip()}"),
         ("down", DOWN, WAIT),
-        ("first", FIRST, WAIT),
+        ("first", FIRST, f"    {WAIT}"),
     ],
     ids=["home, sums first", "home, sums behind", "home, tiles", "down", "first"],
 )
 def test_a_kernel_waits_for_the_launch_before_it(case: str, file: str, wait: str) -> None:
     with pytest.raises(LookupError, match="before it waits for the launch before it"):
         machine(case, ((file, wait, wait.replace(WAIT.lstrip(), "")),))
+
+
+def test_tiles_of_others_first_wait_for_their_rows() -> None:
+    with pytest.raises(LookupError, match="'produce' before it waits"):
+        machine("first", ((FIRST, "PartMade ready{", "Always ready{"),))
 
 
 def test_what_the_model_does_not_know_is_said() -> None:

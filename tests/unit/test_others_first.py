@@ -13,7 +13,7 @@ from imbrex.contracts import Placement
 from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.kernels.ffn.ffn import LeftProduct
 from imbrex.kernels.ffn.glue import COUNTERS, Groups
-from imbrex.kernels.fused.others_first import LESS_DEPTH, why_not_first
+from imbrex.kernels.fused.others_first import LESS_DEPTH, experts_last, why_not_first
 from imbrex.kernels.gemm.tiling import SHARED, SMALL, Tiling
 from imbrex.kernels.structs import struct
 from imbrex.placement.layouts import contiguous
@@ -21,7 +21,7 @@ from tests.emulated import kernel
 from tests.emulated.down_home import Forward, apart, begin, differences
 from tests.emulated.gemm import Edits, emulate
 from tests.emulated.home import loader
-from tests.emulated.others_first import together
+from tests.emulated.others_first import made, together
 from tests.emulated.scenario import Case
 
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="needs g++")
@@ -68,13 +68,42 @@ def begun(
     return begin(case, inner, applied=applied, addend=applied, load=loader(edits), timeout=timeout)
 
 
-@pytest.mark.parametrize("first", [0, 1, BLOCKS])
-def test_bits_are_those_of_two_launches(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+@pytest.mark.parametrize(("first", "last"), [(0, None), (0, 1), (0, 0), (1, None), (1, 1), (BLOCKS, None)])
+def test_bits_are_those_of_two_launches(
+    monkeypatch: pytest.MonkeyPatch, first: int, last: int | None
+) -> None:
     """With 4 of 4 blocks one multiplies on all the same."""
     forward = begun(monkeypatch, CASE, INNER, applied=first != 1)
     wanted = apart(forward)
     for _ in range(2):  # counters and tickets are back at 0
-        assert differences(CASE, together(forward, first, BLOCKS), wanted) == []
+        assert differences(CASE, together(forward, first, BLOCKS, last=last), wanted) == []
+
+
+def test_how_many_experts_come_last() -> None:
+    """Of 512 own rows 3.5 tiles are of them alone, by 8 of columns."""
+    assert experts_last(512, 32, 2048, 132) == 5  # 28 tiles each
+    assert experts_last(128, 32, 2048, 132) == 32  # 4 each, 128 in all
+    assert experts_last(0, 3, 64, 2) == 3
+
+
+@pytest.mark.parametrize("left", ["found", "progress"])
+def test_a_launch_before_that_never_tells_is_reported(monkeypatch: pytest.MonkeyPatch, left: str) -> None:
+    """The product ends, and nobody looks where own rows might be."""
+    short = (
+        ("u32 patience = PartMade::kPatience;", "u32 patience = 64;"),
+        ("u32 patience = kPatience;\n        while (ptx", "u32 patience = 64;\n        while (ptx"),
+    )
+    forward = begun(monkeypatch, CASE, edits=short)
+    status = torch.zeros(1, dtype=torch.int32)
+    monkeypatch.setattr("imbrex.kernels.fused.others_first.products_status", lambda _: status)
+
+    def make(_: int, groups: Groups) -> int:
+        made(groups)
+        getattr(groups, left).zero_()
+        return 1
+
+    together(forward, 1, BLOCKS, make=make)
+    assert status.tolist() == [1]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +163,7 @@ def test_a_host_hears_of_a_peer_that_had_given_up_before(monkeypatch: pytest.Mon
 def left_product(monkeypatch: pytest.MonkeyPatch, tiling: Tiling = SHARED) -> Callable[..., LeftProduct]:
     monkeypatch.setattr("imbrex.kernels.ffn.products.choose_tiling", lambda *_, **__: tiling)
 
-    def make(inner: int = 64, rows: int = 4, own: bool = True) -> LeftProduct:
+    def make(inner: int = 64, rows: int = 4, own: bool = True, tiles: int = 1) -> LeftProduct:
         return LeftProduct(
             act_RF=torch.zeros(rows, inner, dtype=torch.bfloat16),
             down_eDF=torch.zeros(1, 64, inner, dtype=torch.bfloat16),
@@ -142,6 +171,7 @@ def left_product(monkeypatch: pytest.MonkeyPatch, tiling: Tiling = SHARED) -> Ca
             out_RD=torch.zeros(rows, 64, dtype=torch.bfloat16),
             weights_R=None,
             own_e2=torch.zeros(1, 2, dtype=torch.int32) if own else None,
+            tiles=tiles,
         )
 
     return make
@@ -154,6 +184,7 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "have not left" in str(why_not_first(make(rows=0)))
     assert "have not left" in str(why_not_first(object()))
     assert "nobody has looked" in str(why_not_first(make(own=False)))
+    assert "does not tell" in str(why_not_first(make(tiles=0)))
     assert "read twice" in str(why_not_first(make(inner=LESS_DEPTH)))
     assert "other tiles" in str(why_not_first(left_product(monkeypatch, SMALL)()))
 

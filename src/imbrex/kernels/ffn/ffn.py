@@ -173,8 +173,7 @@ def run_experts(
     if rows and down_eDF.shape[0]:
         up = Epilogue.SWIGLU if gate_up_RG is None else Epilogue.SWIGLU_KEEP
         more: Extras = {"gate_up": gate_up_RG, "index_R": index_R, "beside": beside or ALONE}
-        if beside is None or beside.own_e2 is None:  # else another kernel computes what is left
-            more["progress"] = groups.progress
+        more["progress"] = groups.progress
         tiles = queue_product(Layout.FORWARD, rows_RD, gate_up_eGD, groups, act_RF, up, **more)
     last = LeftProduct(**what, weights_R=weights_R, tiles=tiles)
     if beside is None or beside.leave is None:

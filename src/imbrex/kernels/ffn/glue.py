@@ -36,7 +36,8 @@ _UNIT = 8  # bf16 values in 16 bytes
 COUNTERS = 24
 """int32 zeros before the ends, which begin at 16 bytes: a product counts its tiles in the first two, one that
 begins before the product before it has ended in the next two; eight count the parts of its result that are
-written (fused/down_home.cu), and nine those of its rows that are made (gemm/parts.cuh)."""
+written (fused/down_home.cu), nine those of its rows that are made (gemm/parts.cuh), and one the ends of own
+rows that are known (fused/own_rows.cuh)."""
 
 
 def hit_words(experts: int) -> int:
@@ -81,6 +82,11 @@ class Groups:
         """Rows of every part of the experts that the first product has made, times tiles; zeros again behind
         the second."""
         return self.plan[12:21]
+
+    @property
+    def found(self) -> Tensor:
+        """Ends of own rows that are known, two an expert where a dispatch looks for them."""
+        return self.plan[21:22]
 
 
 def glue_variants() -> list[Variant]:

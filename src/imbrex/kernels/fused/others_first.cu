@@ -7,8 +7,11 @@
 // Rows of an expert lie in the order of their tokens' ranks, so all but one piece of them are of other ranks'
 // tokens. Tiles with any of those are multiplied first, over all experts: then others' tokens are whole, all
 // at once, and cross while the own ones are multiplied. Weights are read twice, which is why experts are
-// narrow.
+// narrow. With n = 0 own tiles of the last experts alone wait, one for every block: who ends first sends sums
+// while others have a tile.
 //
+// - It begins in the last wave of gate and up (gemm/parts.cuh), and asks where own rows are when somebody has
+//   found them. Sums, and what they write, wait for the launch before.
 // - A group tells of a tile when its panels are in memory: one tile later, or at the end. Two counters, one a
 //   list of tiles (`Rounds`); nobody looks at tiles.
 // - The first n blocks draw no further tile once they have one of the second list. While they multiply that
@@ -28,6 +31,7 @@
 // own rows alone; tiles 1 and 2 come first.
 #include "exchange/reduce.cuh"
 #include "gemm/cut.cuh"
+#include "gemm/parts.cuh"
 #include "gemm/run.cuh"
 
 namespace fused {
@@ -53,11 +57,15 @@ struct OthersFirst {
     u32* counter[kMostLocal];          // two zeros
     u32* written[kMostLocal];          // a zero for either list
     const float* weights[kMostLocal];  // of rows
+    const u32* progress[kMostLocal];   // rows of parts of the experts that are made
+    const u32* found[kMostLocal];      // ends of own rows that are known, of two an expert
     u32* status;                       // as in gemm::Problem
     int experts;
     int columns;  // of the result
     int k;
     int first_blocks;  // n
+    int last;          // experts whose own tiles come last
+    int tiles;         // of columns, of the product that makes the rows
 };
 
 // Of each rank of the launch: A twice and B twice, for either list, and the result.
@@ -77,26 +85,29 @@ __device__ __forceinline__ OwnTiles own_tiles(int begin, int end, int first, int
 }
 
 // The tiles with others' rows of all experts, then those of own rows alone, from the last expert back, whose
-// weights may still be in L2; of either list as `Schedule` has them. Numbers never fall, so neither does
-// `product`, the number of the list.
+// weights may still be in L2; of either list as `Schedule` has them. Own tiles of the first `from` experts do
+// not wait. Numbers never fall, so neither does `product`, the number of the list.
 struct Rounds {
     const int* ends;
     const int* own;
-    int experts, columns, height;
+    int experts, from, columns, height;
     int entered = -1, expert = 0, product = 0, first = 0, tiles = 0;
     int row_begin = 0, row_end = 0, row_tiles = 0;
     OwnTiles alone = {0, 0};
 
     __device__ __forceinline__ int column_tiles() const { return (columns + C::kColumns - 1) / C::kColumns; }
 
+    __device__ __forceinline__ OwnTiles own_tiles_of(int of, int begin, int end) const {
+        return of < from ? OwnTiles{0, 0} : own_tiles(begin, end, own[2 * of], own[2 * of + 1], height);
+    }
     __device__ __forceinline__ bool enter() {
-        if (++entered == experts) {
-            if (product > 0) return --entered, false;
+        if (++entered == (product > 0 ? experts - from : experts)) {
+            if (product > 0 || from == experts) return --entered, false;
             product = 1, entered = 0;
         }
         expert = product > 0 ? experts - 1 - entered : entered;
         row_begin = expert > 0 ? ends[expert - 1] : 0, row_end = ends[expert];
-        alone = own_tiles(row_begin, row_end, own[2 * expert], own[2 * expert + 1], height);
+        alone = own_tiles_of(expert, row_begin, row_end);
         const int all = (row_end - row_begin + height - 1) / height, mine = alone.high - alone.low;
         row_tiles = product > 0 ? mine : all - mine;
         first += tiles;
@@ -172,8 +183,7 @@ __device__ __forceinline__ void count_due(const Rounds& order, u32* due) {
 #pragma unroll 1
     for (int i = static_cast<int>(ptx::lane_id()); i < order.experts; i += 32) {
         const int begin = i > 0 ? order.ends[i - 1] : 0, rows = order.ends[i] - begin;
-        const OwnTiles alone =
-            own_tiles(begin, begin + rows, order.own[2 * i], order.own[2 * i + 1], order.height);
+        const OwnTiles alone = order.own_tiles_of(i, begin, begin + rows);
         all += rows;
         if (alone.high > alone.low) mine += least(rows, alone.high * order.height) - alone.low * order.height;
     }
@@ -184,6 +194,16 @@ __device__ __forceinline__ void count_due(const Rounds& order, u32* due) {
         due[0] = (all - mine) * order.column_tiles();
         due[1] = mine * order.column_tiles();
     }
+}
+
+// Until it is known where own rows are; false after a patience that only a broken kernel outlasts. All lanes.
+__device__ __forceinline__ bool wait_found(const u32* found, u32 due, u32* status) {
+    u32 patience = PartMade::kPatience;
+    if (ptx::lane_id() == 0) {
+        while (ptx::load_acquire_gpu(found) != due && --patience) ptx::pause();
+        if (patience == 0) *status = 1;
+    }
+    return __all_sync(~0u, patience > 0);
 }
 
 // The sums of a warp. All lanes; false: the call has failed.
@@ -239,7 +259,6 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
         make_barriers(shared);
         for (int i = 0; i < 5; ++i) ptx::prefetch_map(map + i);
     }
-    ptx::wait_for_launches();
     count_call(call);
     meet<C>();
     const Scales scales{};
@@ -252,12 +271,14 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
             tell_started(call, static_cast<int>(ptx::lane_id()));
         if (warp == 4 * C::kGroups) {
             const C::Walk whole{problem.ends, nullptr, given.experts, 0, given.columns};
-            Rounds order{problem.ends, given.own[rank], given.experts, given.columns,
-                         with_height<C>(whole).height};
+            const u32 bounds = 2 * given.experts;
+            const int last = wait_found(given.found[rank], bounds, given.status) ? given.last : 0;
+            Rounds order{problem.ends,         given.own[rank], given.experts,
+                         given.experts - last, given.columns,   with_height<C>(whole).height};
             count_due(order, due);
             order.first = -call.blocks;
             const Stopping team{call.block, call.blocks, stops};
-            Always ready;
+            PartMade ready{given.progress[rank], problem.ends, given.experts, given.tiles, given.status};
             if (ptx::lane_id() == 0) produce<C>(problem, shared, order, team, ready);
             __syncwarp();
             ptx::named_barrier(kSumBarrier, kSummers + 32);
@@ -265,10 +286,11 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
     } else {
         ptx::more_registers<C::kConsumerRegisters>();
         const Publish sink(map + 4, given.written[rank]);
-        consume_halves<C>(problem, shared, sink, Always::kPatience);
+        consume_halves<C>(problem, shared, sink, PartMade::kPatience);
         ptx::named_barrier(kSumBarrier, kSummers + 32);
         const Summer summer{call, reduce, given.written[rank], due};
         const bool fine = __all_sync(~0u, !failed(call));
+        ptx::wait_for_launches();
         if (!fine || !summer.run(memory + (shared.a - ptx::smem_u32(memory)), stops)) spoil(call, reduce);
     }
     end_call(call);

@@ -7,6 +7,7 @@ takes those two, and its peers need not know. `fused/others_first.cu` says who s
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,6 +35,7 @@ SOURCE, ENTRY = "fused/others_first.cu", "others_first"
 OTHERS_FIRST = struct(SOURCE, "OthersFirst")
 MOST_LOCAL = OTHERS_FIRST.ends.size // 8
 EPILOGUES = (Epilogue.PLAIN, Epilogue.WEIGHTED)
+TILE_ROWS, TILE_COLUMNS = SHARED.block_m, SHARED.block_n
 LESS_DEPTH = 2048
 """Width F from which experts' weights, which are read twice, take longer than what sums gain."""
 
@@ -55,12 +57,20 @@ def why_not_first(product: Any) -> str | None:
         return "the experts have not left a product of imbrex's own kernels"
     if product.own_e2 is None:
         return "nobody has looked for the own rows of every expert"
+    if not product.tiles:
+        return "the product that makes its rows does not tell of them"
     inner = product.act_RF.shape[1]
     if inner >= LESS_DEPTH:
         return f"weights of experts of width {inner}, not less than {LESS_DEPTH}, would be read twice"
     if product.tiling() != SHARED:
         return "the product is cut into other tiles"
     return None
+
+
+def experts_last(rows: float, experts: int, width: int, blocks: int) -> int:
+    """Of how many experts of `rows` own rows each, at the end, there is an own tile for every block."""
+    tiles = max(0.5, rows / TILE_ROWS - 0.5) * -(-width // TILE_COLUMNS)  # the one with others' rows is none
+    return min(experts, math.ceil(blocks / tiles))
 
 
 def others_first(
@@ -71,6 +81,7 @@ def others_first(
     out: Tensor,
     *,
     first: int,
+    last: int | None = None,
     blocks: int | None = None,
     **sums: Any,
 ) -> None:
@@ -79,17 +90,23 @@ def others_first(
 
     rows [L, row_capacity, D] bf16; out [T, D] ([L, max_tokens, D] with virtual ranks), contiguous. A `Groups`
     is used once.
-    first: blocks of each rank that sum others' tokens while the others multiply, all but one at most. blocks:
-    of each rank; `None`: as many as fit. Neither changes a bit.
+    first: blocks of each rank that sum others' tokens while the others multiply, all but one at most. last:
+    experts whose own tiles come last; `None`: all, or, with no such blocks, those of `experts_last`. blocks:
+    of each rank; `None`: as many as fit. None of them changes a bit.
     """
     assert len(products) == exchange.local_ranks <= MOST_LOCAL
     variant = first_variant(products[0].epilogue, exchange.local_ranks)
     blocks = blocks or exchange.most_blocks(variant, (1, SHARED.threads, SHARED.smem))
     maps = b"".join(_maps(product, SHARED) for product in products)
+    experts = len(products[0].down_eDF)
+    last = experts if last is None and first else last
+    if last is None:
+        own = routed.max_tokens * exchange.shape.choices / (experts * exchange.shape.ranks)
+        last = experts_last(own, experts, rows.shape[-1], blocks)
     exchange.combine_beside(
         variant,
         (blocks, SHARED.threads, SHARED.smem, 1),
-        [_args(products, rows, min(first, blocks - 1)), ByValue(maps)],
+        [_args(products, rows, min(first, blocks - 1), min(last, experts)), ByValue(maps)],
         rows,
         routed,
         out=out,
@@ -98,20 +115,24 @@ def others_first(
     check_products(rows.get_device())
 
 
-def _args(products: Sequence[LeftProduct], rows: Tensor, first_blocks: int) -> ctypes.Structure:
+def _args(products: Sequence[LeftProduct], rows: Tensor, first_blocks: int, last: int) -> ctypes.Structure:
     """`fused::OthersFirst`: the products of all local ranks."""
     first = products[0]
     return OTHERS_FIRST(
         ends=_addresses([product.groups.ends_e for product in products]),
         own=_addresses([product.own_e2 for product in products]),
-        counter=_addresses([product.groups.counter for product in products]),
+        counter=_addresses([product.groups.other_counter for product in products]),
         written=_addresses([product.groups.written for product in products]),
         weights=_addresses([product.weights_R for product in products]),
+        progress=_addresses([product.groups.progress for product in products]),
+        found=_addresses([product.groups.found for product in products]),
         status=products_status(rows.get_device()),
         experts=first.groups.ends_e.numel(),
         columns=rows.shape[-1],
         k=first.act_RF.shape[1],
         first_blocks=first_blocks,
+        last=last,
+        tiles=first.tiles,
     )
 
 

@@ -41,7 +41,11 @@ struct BringAndFind {
             const int expert = i / 2, begin = expert > 0 ? ends[expert - 1] : 0;
             const int found = first_row_from(rows.token, (me + i % 2) * rows.max_tokens,
                                              gemm::least(begin, room), gemm::least(ends[expert], room));
-            if (ptx::lane_id() == 0) rows.own[i] = found;
+            if (ptx::lane_id() == 0) {
+                rows.own[i] = found;
+                ptx::fence_gpu();
+                ptx::add_relaxed_gpu(rows.found, 1);
+            }
         }
     }
 };

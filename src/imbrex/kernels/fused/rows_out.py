@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from imbrex.kernels.exchange.lease import Staged
+from imbrex.kernels.ffn.glue import Groups
 from imbrex.kernels.gemm.gemm import Beside, Epilogue, Layout, gemm_variant, of_file
 from imbrex.kernels.gemm.tiling import gemm_choices
 from imbrex.kernels.jit import Variant, load
@@ -81,6 +82,7 @@ def rows_out(staged: Staged, local: int = 0) -> Beside:
             rows.pitch,
             rows.blocks,
             rows.own,
+            rows.found,
         ),
         plan=staged.plan,
         own_e2=staged.own_e2,
@@ -112,4 +114,5 @@ def _rows_of(staged: Staged, local: int) -> Struct:
         pitch=staged.pitch,
         blocks=ALL if staged.movers is None else staged.movers,
         own=staged.own_e2,
+        found=None if staged.plan is None else Groups(staged.plan).found,
     )
