@@ -40,7 +40,7 @@ def made(groups: Groups) -> None:
     counts = groups.ends_e.diff(prepend=groups.ends_e.new_zeros(1))
     part = torch.arange(len(counts), device=counts.device) * PARTS // max(1, len(counts))
     groups.progress.zero_()[:PARTS].index_add_(0, part, counts)
-    groups.found.fill_(2 * len(counts))
+    groups.bounds.fill_(2 * len(counts))
 
 
 def together(

@@ -13,7 +13,7 @@ from tests.emulated.home_counters import CREDIT, PIECES, sum_others
 
 BODY = {
     "tell_started": r"tell_started\(",
-    "found": r"wait_found\(",
+    "found": r"wait_bounds\(",
     "load barrier": r"named_barrier\(kSumBarrier, kSummers \+ 32\);\n        }",
     "produce": r"\bproduce<C>\(",
     "consume": r"\bconsume_halves<C>\(",
@@ -28,7 +28,7 @@ READY = r"PartMade ready\{given\.progress\[rank\], .*produce<C>\(problem, shared
 FIND = {
     "store": r"rows\.own\[i\] = found",
     "fence": r"fence_gpu\(",
-    "count": r"add_relaxed_gpu\(rows\.found, 1\)",
+    "count": r"add_relaxed_gpu\(rows\.bounds, 1\)",
 }
 NEXT = {
     "stop": r"return stops && order\.product > 0 \? kNoTile : static_cast<int>\(atomicAdd\(",
@@ -76,7 +76,7 @@ def others_first(
                     if block == blocks - 1:
                         machine.tell_started(asm)
                 elif mark == "found" and finds:
-                    _wait_found(machine, asm)
+                    _wait_bounds(machine, asm)
                 elif mark == "consume" or every or block == 0:
                     turn = {"stops": first and block == 0, "own_first": own_first and block > 0}
                     _step(machine, asm, mark, lists, **turn)
@@ -102,9 +102,9 @@ def _find(machine: Kernel, asm: Asm) -> None:
     machine.end_call(asm, machine.reset(asm.rank))
 
 
-def _wait_found(machine: Kernel, asm: Asm) -> None:
+def _wait_bounds(machine: Kernel, asm: Asm) -> None:
     own, found = (machine.word(asm.rank, name) for name in ("own", "found"))
-    if "while (ptx::load_acquire_gpu(found) != due" in machine.source.body(FIRST, "bool wait_found("):
+    if "while (ptx::load_acquire_gpu(known) != due" in machine.source.body(FIRST, "bool wait_bounds("):
         asm.add("wait for own rows", local=True, ready=lambda w, t: w[found] == t.call)
     asm.add("where own rows are", lambda w, t: load(w, t, own, "an end of own rows"), silent=True)
 

@@ -168,7 +168,7 @@ def beside(forward: Forward, sms: int = 2, blocks: int | None = None, movers: in
         exchange.check(synchronize=True)
         if mine is not staged:
             assert torch.equal(own_e2[:-1], own_rows(routed, rank, slots))
-            assert int(groups.found) == 2 * slots
+            assert int(groups.bounds) == 2 * slots
         assert own_e2[-1].tolist() == [-1, -1], "behind the last expert"
         count = int(routed.totals_L4[rank, 0])
         there = staged.there_LC[rank].tolist()

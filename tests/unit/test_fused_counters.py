@@ -328,13 +328,13 @@ FAULTS: dict[str, tuple[str, Edits, str]] = {
         "first, own rows are looked for",
         (
             (OWN, "                rows.own[i] = found;\n", ""),
-            (OWN, "(rows.found, 1);\n", "(rows.found, 1);\n                rows.own[i] = found;\n"),
+            (OWN, "(rows.bounds, 1);\n", "(rows.bounds, 1);\n                rows.own[i] = found;\n"),
         ),
         "own rows is",
     ),
     "nobody waits for ends of own rows": (
         "first, own rows are looked for",
-        ((FIRST, "while (ptx::load_acquire_gpu(found) != due && --patience)", "while (0)"),),
+        ((FIRST, "while (ptx::load_acquire_gpu(known) != due && --patience)", "while (0)"),),
         "own rows is",
     ),
     "others first without credit": ("first, three calls", ((FIRST, CREDIT, ""),), "sum .* is"),

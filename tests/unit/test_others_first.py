@@ -86,7 +86,7 @@ def test_how_many_experts_come_last() -> None:
     assert experts_last(0, 3, 64, 2) == 3
 
 
-@pytest.mark.parametrize("left", ["found", "progress"])
+@pytest.mark.parametrize("left", ["bounds", "progress"])
 def test_a_launch_before_that_never_tells_is_reported(monkeypatch: pytest.MonkeyPatch, left: str) -> None:
     """The product ends, and nobody looks where own rows might be."""
     short = (

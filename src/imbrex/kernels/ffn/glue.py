@@ -84,7 +84,7 @@ class Groups:
         return self.plan[12:21]
 
     @property
-    def found(self) -> Tensor:
+    def bounds(self) -> Tensor:
         """Ends of own rows that are known, two an expert where a dispatch looks for them."""
         return self.plan[21:22]
 

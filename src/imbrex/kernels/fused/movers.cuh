@@ -56,7 +56,7 @@ struct Rows {
     int pitch;   // bytes from one row of a peer to the next, where they are staged in fp8
     int blocks;  // the first ones, whose idle warps move: all but where a fixed split is asked for
     int* own;    // [experts, 2] to be filled (fused/own_rows.cuh), or null
-    u32* found;  // how many of them are
+    u32* bounds;  // how many of them are known
 };
 
 // The call that staged the tokens, a launch before, as one of this rank's launch. Made of what is constant,

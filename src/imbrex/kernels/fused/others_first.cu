@@ -58,7 +58,7 @@ struct OthersFirst {
     u32* written[kMostLocal];          // a zero for either list
     const float* weights[kMostLocal];  // of rows
     const u32* progress[kMostLocal];   // rows of parts of the experts that are made
-    const u32* found[kMostLocal];      // ends of own rows that are known, of two an expert
+    const u32* bounds[kMostLocal];     // ends of own rows that are known, of two an expert
     u32* status;                       // as in gemm::Problem
     int experts;
     int columns;  // of the result
@@ -197,10 +197,10 @@ __device__ __forceinline__ void count_due(const Rounds& order, u32* due) {
 }
 
 // Until it is known where own rows are; false after a patience that only a broken kernel outlasts. All lanes.
-__device__ __forceinline__ bool wait_found(const u32* found, u32 due, u32* status) {
+__device__ __forceinline__ bool wait_bounds(const u32* known, u32 due, u32* status) {
     u32 patience = PartMade::kPatience;
     if (ptx::lane_id() == 0) {
-        while (ptx::load_acquire_gpu(found) != due && --patience) ptx::pause();
+        while (ptx::load_acquire_gpu(known) != due && --patience) ptx::pause();
         if (patience == 0) *status = 1;
     }
     return __all_sync(~0u, patience > 0);
@@ -271,8 +271,8 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
             tell_started(call, static_cast<int>(ptx::lane_id()));
         if (warp == 4 * C::kGroups) {
             const C::Walk whole{problem.ends, nullptr, given.experts, 0, given.columns};
-            const u32 bounds = 2 * given.experts;
-            const int last = wait_found(given.found[rank], bounds, given.status) ? given.last : 0;
+            const u32 due_bounds = 2 * given.experts;
+            const int last = wait_bounds(given.bounds[rank], due_bounds, given.status) ? given.last : 0;
             Rounds order{problem.ends,         given.own[rank], given.experts,
                          given.experts - last, given.columns,   with_height<C>(whole).height};
             count_due(order, due);

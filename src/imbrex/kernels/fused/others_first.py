@@ -68,7 +68,7 @@ def why_not_first(product: Any) -> str | None:
 
 
 def experts_last(rows: float, experts: int, width: int, blocks: int) -> int:
-    """Of how many experts of `rows` own rows each, at the end, there is an own tile for every block."""
+    """How many experts of `rows` own rows each have an own tile for every block between them."""
     tiles = max(0.5, rows / TILE_ROWS - 0.5) * -(-width // TILE_COLUMNS)  # the one with others' rows is none
     return min(experts, math.ceil(blocks / tiles))
 
@@ -125,7 +125,7 @@ def _args(products: Sequence[LeftProduct], rows: Tensor, first_blocks: int, last
         written=_addresses([product.groups.written for product in products]),
         weights=_addresses([product.weights_R for product in products]),
         progress=_addresses([product.groups.progress for product in products]),
-        found=_addresses([product.groups.found for product in products]),
+        bounds=_addresses([product.groups.bounds for product in products]),
         status=products_status(rows.get_device()),
         experts=first.groups.ends_e.numel(),
         columns=rows.shape[-1],

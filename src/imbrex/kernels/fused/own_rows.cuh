@@ -44,7 +44,7 @@ struct BringAndFind {
             if (ptx::lane_id() == 0) {
                 rows.own[i] = found;
                 ptx::fence_gpu();
-                ptx::add_relaxed_gpu(rows.found, 1);
+                ptx::add_relaxed_gpu(rows.bounds, 1);
             }
         }
     }

@@ -82,7 +82,7 @@ def rows_out(staged: Staged, local: int = 0) -> Beside:
             rows.pitch,
             rows.blocks,
             rows.own,
-            rows.found,
+            rows.bounds,
         ),
         plan=staged.plan,
         own_e2=staged.own_e2,
@@ -114,5 +114,5 @@ def _rows_of(staged: Staged, local: int) -> Struct:
         pitch=staged.pitch,
         blocks=ALL if staged.movers is None else staged.movers,
         own=staged.own_e2,
-        found=None if staged.plan is None else Groups(staged.plan).found,
+        bounds=None if staged.plan is None else Groups(staged.plan).bounds,
     )
