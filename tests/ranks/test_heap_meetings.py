@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from imbrex.kernels.heap import Meetings
+from imbrex.kernels.heap import Meetings, group_alone
 from tests.ranks.pool import Pool, Ranks
 
 counted, meetings = 0, Meetings()
@@ -19,6 +19,10 @@ def meet(ranks: Ranks, aligned: bool) -> list[int]:
     def alone() -> None:
         global counted
         counted += 1
+        groups_made = dist.distributed_c10d._world.group_count
+        dist.destroy_process_group(group_alone())
+        # Else torch 2.14 gives the next group of all ranks two names.
+        assert dist.distributed_c10d._world.group_count == groups_made
 
     if aligned:
         meetings.catch_up(ranks.group, ranks.device, alone)

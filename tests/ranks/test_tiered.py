@@ -83,7 +83,10 @@ def run_over_kernels(ranks: Ranks, per_node: int, schedule: str) -> dict[str, An
     made: Any = Tiers(ranks.group, ranks_per_node=per_node)
     nodes = range(0, ranks.world_size, per_node)
     members = next(list(range(first, first + per_node)) for first in nodes if ranks.rank < first + per_node)
+    before = dist.distributed_c10d._world.group_count
     made.kernels = EmulatedNvlink(group_beside(ranks.group, ranks=members))
+    # Else torch 2.14 gives the next group of all ranks two names.
+    assert dist.distributed_c10d._world.group_count == before
     assert dist.get_process_group_ranks(made.kernels.group) == members
     if alone is not None:
         dist.destroy_process_group(alone)

@@ -17,19 +17,19 @@ import torch.distributed as dist
 
 from imbrex.overlap.tunings import processor
 
-PACKAGES = ("imbrex", "torch", "triton", "numpy", "cuda-core", "nvidia-cuda-nvrtc")
+PACKAGES = ("imbrex", "triton", "numpy", "cuda-core", "nvidia-cuda-nvrtc")
 NVIDIA_SMI_S = 20.0
 
 
 def versions() -> dict[str, str]:
     """Version by name; what is not installed is left out."""
-    versions = {"python": platform.python_version()}
+    # Torch's own: the package's may lack which CUDA it was built for.
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
     for package in PACKAGES:
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    versions.setdefault("torch", torch.__version__)
     versions.setdefault("imbrex", "source tree")
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda

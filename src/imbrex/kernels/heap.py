@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.runtime import waits
+from imbrex.runtime.group_names import named_by
 
 
 class Heap(Protocol):
@@ -76,11 +77,18 @@ class Meetings:
 meetings = Meetings()
 
 
+def group_alone() -> dist.ProcessGroup:
+    """A group of this rank that no other needs to hear of, over gloo."""
+    with named_by():
+        alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    assert isinstance(alone, dist.ProcessGroup)
+    return alone
+
+
 def _meet_alone(device: torch.device) -> None:
     import torch.distributed._symmetric_memory as symmetric
 
-    alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    assert isinstance(alone, dist.ProcessGroup)
+    alone = group_alone()
     symmetric.rendezvous(symmetric.empty(1, dtype=torch.uint8, device=device), group=alone)
     dist.destroy_process_group(alone)
 

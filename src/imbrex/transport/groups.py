@@ -5,12 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from imbrex.runtime import waits
+from imbrex.runtime.group_names import named_by
 from imbrex.transport.collective import device_of
 
 _hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
@@ -42,7 +42,7 @@ def group_beside(
     """A new group of the same ranks, or of those `ranks` of it that this rank is one of. Collective over
     `group`, whose ranks may be in different new groups. backend: `None` is torch's default group's.
 
-    torch names a group that only its members make by how many groups a rank knows. Ranks that know different
+    torch names a group that only its members make by how many a rank has had. Ranks with different
     numbers would wait for each other under different names, and a number that comes again, once a group has
     ended, finds the addresses of the old one. So the ranks agree on a number that none of them has had.
     """
@@ -53,13 +53,7 @@ def group_beside(
     waits.run("set-up", agree, on_host=not number.is_cuda, group=group)
     # host sync: once for each group
     _Besides.count = int(number.item())
-    names: Any = dist.distributed_c10d._world.pg_names
-    stand_ins = {object(): "" for _ in range(MOST_GROUPS + _Besides.count - len(names))}
-    names.update(stand_ins)
-    try:
+    with named_by(MOST_GROUPS + _Besides.count):
         twin = dist.new_group(members, backend=backend, use_local_synchronization=True)
-    finally:
-        for stand_in in stand_ins:
-            del names[stand_in]
     assert isinstance(twin, dist.ProcessGroup)
     return twin
