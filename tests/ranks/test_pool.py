@@ -44,6 +44,8 @@ def test_groups_that_a_function_leaves_end(pool: Pool) -> None:
     """Also where other threads end meanwhile: as many are there then, but not the same."""
     pool.run(8, count_loops)  # what tests before have left ends, too
     before = pool.run(8, start_brief_threads)
+    if not any(before):
+        pytest.skip("the threads of gloo have no names before torch 2.13")
     inside = pool.run(8, leave_groups, False)
     assert [now - then for now, then in zip(inside, before, strict=True)] == [2] * 4 + [1] * 4
     time.sleep(0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -55,9 +56,18 @@ class Node(torch.autograd.Function):
 
 def in_trace_too(function: Callable[..., None]) -> Callable[..., None]:
     """Mark a function that a first call uses to prepare existing objects. When a compiler traces that call,
-    the function runs, and the graph uses what it has made."""
-    vars(function)["_dynamo_marked_constant"] = True
-    return function
+    the function runs, and the graph uses what it has made. Its first argument is any object, the others are
+    constants."""
+
+    def run(addresses: list[int], *constants: Any) -> None:
+        function(*(ctypes.cast(address, ctypes.py_object).value for address in addresses), *constants)
+
+    # torch 2.11 hands over no objects, but every version their addresses, and makes sure that they stay.
+    def call(*arguments: Any) -> None:
+        run([id(owner) for owner in arguments[:1]], *arguments[1:])
+
+    vars(run)["_dynamo_marked_constant"] = True
+    return call
 
 
 def asked_once(function: Callable[..., Any]) -> Callable[..., Any]:
