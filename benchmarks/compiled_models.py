@@ -121,7 +121,7 @@ def compile_all(ops: list[str], sides: list[str], layers: int, tokens: int) -> N
 
 def measured(side: str, op: str, layers: int, tokens: int, repeats: int) -> list[dict[str, Any]]:
     """Rows of one side and operation, as it is and compiled."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     torch.cuda.empty_cache()
     ways = ways_of(side, op, layers, tokens)

@@ -34,6 +34,7 @@ from imbrex.bench.serve.loop import Load, serve
 from imbrex.bench.serve.measured import step_times
 from imbrex.bench.serve.models import ALONE, GATHER, MODELS, TRANSFORMERS, Way, make_beside, make_model
 from imbrex.bench.serve.replay import replay
+from imbrex.runtime.waits import all_gather_single
 from imbrex.serve.attention import Latent
 from imbrex.serve.between import compiled
 from imbrex.serve.decoding import Captured, Drafting
@@ -188,7 +189,7 @@ def experts_hit(engine: Engine, rows: int, *, alone: bool) -> tuple[int, int]:
         moe: Any = block.moe
         ids = moe.routing.ids_TK.contiguous()
         everybody = ids.new_empty(dist.get_world_size() * len(ids), ids.shape[1])
-        dist.all_gather_into_tensor(everybody, ids)
+        all_gather_single(everybody, ids)
         own = torch.tensor(moe.experts.expert_ids, device="cuda")
         hit[where] += torch.isin(own, ids if alone else everybody).sum()
     dist.all_reduce(hit, dist.ReduceOp.MAX)

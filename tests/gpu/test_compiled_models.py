@@ -32,7 +32,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize("how", ["default", "dynamic", "regional"])
 @torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True)
 def test_a_model_of_several_layers(how: str) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(experts) for experts in (4, 8)))
     inputs = [torch.randn(tokens, D, dtype=torch.bfloat16, device="cuda") for tokens in (48, 80)]

@@ -37,7 +37,7 @@ def run_compiled(ranks: Ranks, case: Case, backend: str) -> dict[str, float]:
 
 
 def compare(ranks: Ranks, case: Case, backend: str) -> dict[str, float]:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     layer = make_layer(case, ranks.group)
     replicated = layer.exchange.transport.replicated
@@ -88,7 +88,7 @@ def twice(layer: imbrex.MoELayer) -> Callable[[Tensor], Tensor]:
 
 def run_beside_eager(ranks: Ranks, case: Case, calls: int = 1) -> list[float]:
     """Largest differences from eager ranks: of all ranks compiled, then of the last one alone."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     layer = make_layer(case, ranks.group)
     run = layer if calls == 1 else twice(layer)
     compiled, last = torch.compile(run, backend="aot_eager"), ranks.rank == ranks.world_size - 1
@@ -128,7 +128,7 @@ def test_events_beside_a_compiled_rank(pool: Pool) -> None:
 
 def run_refused(ranks: Ranks, schedule: Any) -> str:
     """What the last rank, compiled, and the others are told in their second call."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     case = Case(config=CONFIG, tokens=(5, 3), options={"schedule": schedule, "timeout": 5.0})
     layer = make_layer(case, ranks.group)
     last, x = ranks.rank == ranks.world_size - 1, tokens_of(case, ranks.rank).requires_grad_()
@@ -160,7 +160,7 @@ def test_a_sum_of_losses_that_nobody_reads_is_no_dead_code(pool: Pool) -> None:
 
 def run_beside_a_slow_compiler(ranks: Ranks, transport: str) -> list[Tensor]:
     """The last rank compiles for longer than a rank may be silent; later calls take no such time."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     schedule, _, transport = transport.rpartition(" over ")
     moves = EmulatedNvlink(ranks.group, timeout=2.0) if transport == "nvlink" else transport
     options = {"transport": moves, "timeout": 1.0, "schedule": schedule or "serial"}
@@ -217,7 +217,7 @@ class Compiled(torch.nn.Module):
 
 def run_beside_slow_experts(ranks: Ranks, transport: str) -> bool:
     """The last rank's experts compile for longer than a rank may be silent."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     experts = Compiled(1.5 * (ranks.rank == ranks.world_size - 1)).bfloat16()
     moves = EmulatedNvlink(ranks.group, timeout=2.0) if transport == "nvlink" else transport
     how: dict[str, Any] = {"transport": moves, "experts": experts, "dtype": torch.bfloat16, "timeout": 1.0}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch._dynamo
 from torch import Tensor
 
 import imbrex
@@ -30,7 +29,7 @@ class Bringing(Own):
 
 def run_calls(ranks: Ranks, schedule: str) -> list[str]:
     """What comes of three forwards, of which the second is compiled on no rank and the others on one."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     said, last = [], ranks.rank == 1
     config = imbrex.MoEConfig(hidden_size=WIDTH, intermediate_size=INNER, num_experts=EXPERTS, top_k=CHOICES)
     x_TD = torch.randn(31 + 9 * ranks.rank, WIDTH).bfloat16()

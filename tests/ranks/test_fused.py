@@ -300,7 +300,7 @@ def run_compiled(
         if sums:
             patch.setattr("imbrex.exchange.nvlink.why_not_sums", lambda *_: None)
             patch.setattr("imbrex.exchange.nvlink.down_and_sums", launch)
-        torch._dynamo.reset()
+        torch.compiler.reset()
         experts, answers = Own(ranks.rank, train_down=train_down), []
         fused = Fused() if name == "fused" else Auto()
         if isinstance(fused, Auto):  # as a call outside leaves it that has taken fused

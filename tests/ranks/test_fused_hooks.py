@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 from torch import Tensor
 from torch.library import _scoped_library
 
@@ -124,7 +123,7 @@ def run_in_graph(ranks: Ranks) -> list[list[bool]]:
         here.impl("ffn_backward", run_ffn_backward, "CPU")
         patch.setattr(Experts, "forward", by_kernels)
         for name in ("register_forward_hook", "register_forward_pre_hook"):
-            torch._dynamo.reset()
+            torch.compiler.reset()
             layer = a_layer(ranks, nvlink, "fused")
             (without_TD, *_) = step(layer, layer, ranks.rank)
             pre = name.endswith("pre_hook")

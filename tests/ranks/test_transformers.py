@@ -78,7 +78,7 @@ def test_outputs_and_gradients_are_those_of_all_experts_on_one_rank(pool, shared
 def one_compiled(ranks: Ranks) -> str:
     """What each of two ranks is told that hold the same tokens and train, where one is compiled; both have
     run forward before, plain and so."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     mesh = init_device_mesh("cpu", (2,))
     part: Any = model_of("qwen2_moe").get_submodule("model.layers.0.mlp.experts")
     for name, parameter in list(part.named_parameters()):
@@ -170,7 +170,7 @@ def generates_alike(model: Any, whole: Any, ids: torch.Tensor, size: int) -> boo
 
 def breaks(model: Any, ids: torch.Tensor) -> int:
     """Of a compiled forward's graph. FSDP has those of its own."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     with real_empty(), torch.no_grad():
         torch.compile(model, backend="eager")(ids, use_cache=False)

@@ -184,7 +184,7 @@ def test_a_wrong_input_is_refused() -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_a_compiler_sees_sizes_that_it_knows(training: bool, dynamic: bool | None) -> None:
     """One graph without a size that only the run knows, with the bits of the calls that nobody compiled."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     config = imbrex.MoEConfig(hidden_size=16, intermediate_size=24, num_experts=5, top_k=3)
     torch.manual_seed(1)
     layer = imbrex.MoELayer(config, dtype=torch.bfloat16)
@@ -229,7 +229,7 @@ def test_a_layer_that_nobody_differentiates_is_one_operator(
 ) -> None:
     """Few tokens are ordered and grouped in one launch, as outside of a graph, and groups are not planned
     again; of many, experts read tokens in place. The bits are those of the steps by the same kernels."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     monkeypatch.setattr(alone, "MOST_FEW", 60)
     monkeypatch.setattr(Experts, "unchanged", True)
     config = imbrex.MoEConfig(
@@ -283,7 +283,7 @@ def test_counts_must_fit_into_a_multiprocessor(monkeypatch: pytest.MonkeyPatch) 
 @torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True)
 def test_one_graph_serves_layers_of_unlike_numbers_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their number is then one that only the run knows (docs/layer.md); a GPU's limit is a constant."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     monkeypatch.setattr(choices, "why_not_portable", lambda _: None)
     room = SimpleNamespace(shared_memory_per_block_optin=99 * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: room)

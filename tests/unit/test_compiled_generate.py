@@ -38,7 +38,7 @@ def made(side: str) -> Any:
 
 def graphs_of(run: Callable[[], Any]) -> int:
     """How many graphs `run` makes, none of them for a break."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     COUNTERS.clear()
     run()
     assert not COUNTERS["graph_break"], COUNTERS["graph_break"]

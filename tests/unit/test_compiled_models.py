@@ -35,7 +35,7 @@ def gradients(model: nn.Module, run: Callable[..., Tensor], x: Tensor) -> list[T
 
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_a_model_of_several_layers_compiles(dynamic: bool | None) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     model = nn.Sequential(*(Block(experts) for experts in (4, 6)))
     with real_empty():
         compiled = torch.compile(model, backend="aot_eager", dynamic=dynamic)
@@ -47,7 +47,7 @@ def test_a_model_of_several_layers_compiles(dynamic: bool | None) -> None:
 
 def test_torchs_own_compiler_takes_it() -> None:
     """Half a minute of g++; on GPUs whole models: tests/gpu/test_compiled_models.py."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     model, x = Block(4), torch.randn(5, 8)
     with real_empty():
         compiled = torch.compile(model)
@@ -58,7 +58,7 @@ def test_torchs_own_compiler_takes_it() -> None:
 @torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True)  # pytest's own would leave it deleted
 def test_one_graph_serves_the_blocks_of_a_form() -> None:
     """Ten blocks, more than torch compiles the same code for; as docs/layer.md says."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     model = nn.Sequential(*(Block(experts) for experts in (4, 4, 4, 4, 6, 4, 4, 4, 4, 6)))
     x = torch.randn(5, 8)

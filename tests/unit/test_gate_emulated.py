@@ -154,7 +154,7 @@ def test_losses_and_gradients_as_the_operators(name: str, tokens: int, sequences
         return choose_by_kernels(leaf_TE, bias_E, choice, BOTH.names, sequences, ALONE)
 
     if how == "compiled":
-        torch._dynamo.reset()
+        torch.compiler.reset()
         ours = torch.compile(ours, backend="aot_eager", fullgraph=True)
     leaves = [logits_TE.clone().requires_grad_() for _ in range(2)]
     found = ours(leaves[0])

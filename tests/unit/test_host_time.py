@@ -46,7 +46,7 @@ for tokens in (300, 16):
         call()
         host_time.Idle.launches = 0
         print(len(files_of(call)), host_time.Idle.launches)
-    y = layer(x)  # torch 2.11 asks a node nothing once what it made is gone
+    y = layer(x)  # kept: before torch 2.13 a node whose result is gone cannot be asked
     print(nodes(y.grad_fn))
 hidden, look_up = [], torch.nn.Module.__getattr__
 torch.nn.Module.__getattr__ = lambda module, name: hidden.append(name) or look_up(module, name)

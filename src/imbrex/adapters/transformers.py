@@ -34,6 +34,7 @@ from imbrex.overlap import Scheduler
 from imbrex.placement import contiguous
 from imbrex.runtime.gradients import scale_gradient
 from imbrex.runtime.tracing import in_trace_too
+from imbrex.runtime.waits import reduce_scatter_single
 from imbrex.transport import Auto
 
 _registered = itertools.count()
@@ -342,7 +343,7 @@ class InPlace:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+        return reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
 
 
 def spare_copies(experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> int:

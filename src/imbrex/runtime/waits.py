@@ -24,7 +24,7 @@ from imbrex.runtime.compiling import tell_running, who_compiles
 from imbrex.runtime.deadlines import deadlines
 from imbrex.runtime.roll import call_roll, tell_end, who_failed
 
-__all__ = ["all_gather_single", "finish", "run", "start"]
+__all__ = ["all_gather_single", "finish", "reduce_scatter_single", "run", "start"]
 """The names for adapters."""
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -33,6 +33,8 @@ MAX_TIMEOUT_S = 1e6
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """One tensor from all ranks; torch 2.13 gave it this name and deprecates the older one."""
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""The sum of a tensor over ranks, a piece to each; likewise."""
 
 
 REST_S = 5.0

@@ -15,6 +15,7 @@ from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
 from imbrex.kernels.heap import SymmetricHeap
 from imbrex.placement.layouts import contiguous
+from imbrex.runtime.waits import all_gather_single
 
 SEED = 17
 
@@ -94,7 +95,7 @@ def open_exchange(
 
 def gather(tensor: Tensor) -> Tensor:
     out = tensor.new_empty(dist.get_world_size(), *tensor.shape)
-    dist.all_gather_into_tensor(out.view(-1, *tensor.shape[1:]), tensor)
+    all_gather_single(out.view(-1, *tensor.shape[1:]), tensor)
     return out
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.bench.exchange.job import Job, gather
+from imbrex.runtime.waits import reduce_scatter_single
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,5 +145,5 @@ class GatherScatter:
             sums.index_add_(0, moved.source_R, rows * moved.weights_R[:, None])
             rows = sums.bfloat16()
         out = rows.new_empty(self.job.T, rows.shape[1])
-        dist.reduce_scatter_tensor(out, rows)
+        reduce_scatter_single(out, rows)
         return out

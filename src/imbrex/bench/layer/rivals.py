@@ -19,6 +19,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from imbrex.runtime.waits import all_gather_single, reduce_scatter_single
+
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 Group = dist.ProcessGroup | None
 
@@ -135,7 +137,7 @@ class GatherScatter:
 
     def _gather(self, x: Tensor) -> Tensor:
         out = x.new_empty(self.world_size * x.shape[0], x.shape[1])
-        dist.all_gather_into_tensor(out, x, group=self.group)
+        all_gather_single(out, x, group=self.group)
         return out
 
     def index_sums(self, source_R: Tensor, pool: int) -> tuple[Tensor, ...]:
@@ -150,7 +152,7 @@ class GatherScatter:
 
     def _send_home(self, sums: Tensor) -> Tensor:
         out = sums.new_empty(len(sums) // self.world_size, sums.shape[1])
-        dist.reduce_scatter_tensor(out, sums, group=self.group)
+        reduce_scatter_single(out, sums, group=self.group)
         return out
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, keep: bool = False) -> Tensor:
@@ -177,7 +179,7 @@ class GatherScatter:
         d_weights = torch.zeros(self.world_size * tokens * choices, device=d_y_TD.device)
         d_weights[choice_R] = torch.linalg.vecdot(out_RD, d_y_RD).float()
         d_weights_TK = torch.empty(tokens, choices, device=d_y_TD.device)
-        dist.reduce_scatter_tensor(d_weights_TK.view(-1), d_weights, group=self.group)
+        reduce_scatter_single(d_weights_TK.view(-1), d_weights, group=self.group)
         d_rows_RD, d_gate_up, d_down = self.ffn.backward(d_y_RD * weights_R1)
         d_x = self._send_home(self.sum_rows(d_rows_RD, None, self.world_size * tokens, *index))
         return d_x, d_weights_TK, d_gate_up, d_down

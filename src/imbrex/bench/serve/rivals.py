@@ -23,10 +23,7 @@ from imbrex.experts.shared import SharedExpert
 from imbrex.layer import MoEConfig
 from imbrex.placement import contiguous
 from imbrex.router.router import Router
-from imbrex.runtime.waits import all_gather_single
-
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""The sum of a tensor over ranks, a piece to each; torch 2.13 gave it this name and deprecates the older."""
+from imbrex.runtime.waits import all_gather_single, reduce_scatter_single
 
 
 class GatherScatterMoE(nn.Module):
