@@ -35,6 +35,16 @@ int walk(const int* ends, const int* segments, int count, int rows, int columns,
     }
     return found;
 }
+extern "C" int walk_tall(const int* ends, int count, int columns, int* out) {
+    Schedule<192, %d, %d, false, true> order{ends, nullptr, count, 0, columns};
+    Tile tile;
+    int found = 0;
+    for (; order.seek(found, tile); ++found) {
+        int* row = out + 5 * found;
+        row[0] = tile.expert, row[1] = tile.row, row[2] = tile.rows, row[3] = tile.column, row[4] = 0;
+    }
+    return found;
+}
 extern "C" int walk_ragged(const int* e, const int* s, int c, int r, int n, int b, int g, int h, int* out) {
     return walk<false>(e, s, c, r, n, b, g, h, out);
 }
@@ -47,9 +57,9 @@ Walk = Callable[..., list[tuple[int, ...]]]
 
 
 @pytest.fixture(scope="module")
-def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("scheduler")
-    (folder / "walk.cpp").write_text(HARNESS % (BLOCK_M, BLOCK_N, GROUP_M))
+    (folder / "walk.cpp").write_text(HARNESS % (BLOCK_M, BLOCK_N, GROUP_M, BLOCK_N, GROUP_M))
     headers = Path(imbrex.kernels.__file__).parent
     command = [
         str(COMPILER),
@@ -63,8 +73,11 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
         "walk.cpp",
     ]
     subprocess.run(command, cwd=folder, check=True, timeout=60)
-    library = ctypes.CDLL(str(folder / "walk.so"))
+    return ctypes.CDLL(str(folder / "walk.so"))
 
+
+@pytest.fixture(scope="module")
+def walk(library: ctypes.CDLL) -> Walk:
     def run(
         ends: list[int],
         segments: list[Segment] | None,
@@ -129,6 +142,23 @@ def test_every_tile_once_in_the_stated_order(walk: Walk, seed: int) -> None:
     )
     assert walk(ends, None, 0, columns, grid) == expected(by_expert(ends, columns))
     assert walk(ends, None, 0, columns, grid, height=64) == expected(by_expert(ends, columns), 64)
+
+
+@pytest.mark.parametrize("blocks", range(16))
+def test_tall_tiles_are_as_few_as_can_be_and_alike(library: ctypes.CDLL, blocks: int) -> None:
+    """Of 64-row blocks of an expert; 449 rows are tiles of 192, 192 and 65."""
+    for rows in sorted({max(0, 64 * blocks - 63), 64 * blocks}):
+        out, ends = (ctypes.c_int * 5000)(), [7, 7 + rows]
+        found = library.walk_tall((ctypes.c_int * 2)(*ends), 2, 512, out)
+        tiles = [tuple(out[5 * i : 5 * i + 4]) for i in range(found)]
+        mine = sorted((row, most) for expert, row, most, column in tiles if (expert, column) == (1, 256))
+        assert len(mine) == -(-rows // 192)
+        heights = [min(most, 192) for _, most in mine]
+        assert [row for row, _ in mine] == list(accumulate(heights, initial=7))[: len(mine)]
+        assert sum(heights) == rows
+        parts = [-(-height // 64) for height in heights]
+        assert max(parts, default=0) - min(parts, default=0) <= 1
+        assert parts == sorted(parts, reverse=True)
 
 
 @pytest.mark.parametrize("seed", range(5))

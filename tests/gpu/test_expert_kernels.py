@@ -17,7 +17,7 @@ from imbrex.kernels.ffn.products import FOLLOWING
 from imbrex.kernels.ffn.tokens import TILINGS as GATHER_TILINGS
 from imbrex.kernels.ffn.tokens import ffn_tokens
 from imbrex.kernels.gemm.gemm import ALONE, FOLLOWS, Epilogue, Layout, Tiling, begins_behind, launch_gemm
-from imbrex.kernels.gemm.tiling import LOW, PAIRED, SHARED, SMALL, gemm_choices
+from imbrex.kernels.gemm.tiling import LOW, PAIRED, SHARED, SMALL, TALL, gemm_choices
 from tests.emulated.ragged import reference_ffn
 
 pytestmark = pytest.mark.gpu
@@ -122,8 +122,8 @@ def test_a_product_that_follows_waits_for_its_rows(case, tiling: Tiling) -> None
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["result", "keep"])
-@pytest.mark.parametrize("second", [SHARED, SMALL, LOW, PAIRED], ids=["shared", "small", "low", "paired"])
-@pytest.mark.parametrize("first", [SHARED, SMALL, PAIRED], ids=["shared", "small", "paired"])
+@pytest.mark.parametrize("second", [SHARED, SMALL, LOW, PAIRED, TALL], ids=str)
+@pytest.mark.parametrize("first", [SHARED, SMALL, PAIRED, TALL], ids=str)
 def test_a_product_begins_in_the_last_wave_of_the_one_that_makes_its_rows(
     first: Tiling, second: Tiling, keep: bool
 ) -> None:

@@ -16,7 +16,7 @@ from imbrex.kernels.ffn.fp8 import ffn_fp8, quantise_experts, quantise_rows, run
 from imbrex.kernels.ffn.tokens import TILINGS
 from imbrex.kernels.ffn.glue import plan_groups
 from imbrex.kernels.gemm.gemm import Epilogue, Layout, launch_gemm
-from imbrex.kernels.gemm.tiling import OWN, PAIRED
+from imbrex.kernels.gemm.tiling import OWN, PAIRED, TALL
 from imbrex import MoEConfig, MoELayer
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 torch.manual_seed(0)
@@ -48,8 +48,9 @@ for layout, epilogue, columns, b in (
     (Layout.FORWARD, Epilogue.SWIGLU, 320, down.mT.contiguous()),
     (Layout.DGRAD, Epilogue.PLAIN, 640, down),
 ):
-    out = a.new_empty(531, columns)
-    launch_gemm(layout, a, b, groups.ends_e, out, groups.counter, tiling=PAIRED, epilogue=epilogue)
+    for tiling in (PAIRED, TALL):
+        out = a.new_empty(531, columns)
+        launch_gemm(layout, a, b, groups.ends_e, out, groups.counter, tiling=tiling, epilogue=epilogue)
 d_out, whole = torch.randn(531, 320, device="cuda").bfloat16(), down.new_empty(4, 320, 256)
 launch_gemm(Layout.WGRAD, d_out, a, groups.ends_e, whole, groups.counter, tiling=OWN)
 index = torch.randint(90, (531,), device="cuda")

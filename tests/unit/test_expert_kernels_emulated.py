@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from imbrex.kernels.ffn import glue
 from imbrex.kernels.gemm import gemm
 from imbrex.kernels.gemm.gemm import ALONE, FOLLOWS, Epilogue, Layout, Tiling, begins_behind, launch_gemm
-from imbrex.kernels.gemm.tiling import LOW, OWN, SHARED, SMALL
+from imbrex.kernels.gemm.tiling import LOW, OWN, SHARED, SMALL, TALL
 from imbrex.kernels.jit import KernelError
-from tests.emulated.gemm import NARROW, emulate
+from tests.emulated.gemm import NARROW, Edits, emulate
 from tests.emulated.ragged import LIMIT, TAIL, check_rows, draw, ends_of, error, per_expert, poisoned, rows_of
 from tests.ranks.forked import Forked
 
@@ -144,6 +145,46 @@ def test_a_cluster_computes_the_same_bits(monkeypatch: pytest.MonkeyPatch, case:
     assert found[0].isnan().sum() == TAIL * shape[1]
 
 
+HIGH = {
+    "swiglu": (Layout.FORWARD, Epilogue.SWIGLU, 72, 288),
+    "kept": (Layout.FORWARD, Epilogue.SWIGLU_KEEP, 264, 288),
+    "forward": (Layout.FORWARD, Epilogue.PLAIN, 264, 520),
+    "weighted": (Layout.FORWARD, Epilogue.WEIGHTED, 136, 264),
+    "rows' gradient": (Layout.DGRAD, Epilogue.PLAIN, 136, 320),
+}
+
+
+def both_heights(
+    monkeypatch: pytest.MonkeyPatch, case: str, edits: Edits = (), seed: int = 0
+) -> list[tuple[Tensor, Tensor]]:
+    """The result, and gate and up where kept, in tiles of 128 rows, and twice in `TALL` ones."""
+    torch.manual_seed(8)
+    (layout, epilogue, depth, columns), counts = HIGH[case], [200, 0, 1, 330, 64, 129, 192, 449]
+    a, weights_R = rows_of(counts, depth), torch.rand(sum(counts) + TAIL)
+    b = draw(len(counts), *((depth, columns) if layout is Layout.DGRAD else (columns, depth)))
+    swiglu, found = epilogue in (Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP), []
+    for tiling, blocks in ((SHARED, 2), (TALL, 1), (TALL, 3)):
+        out, kept = poisoned(len(a), columns // 2 if swiglu else columns), poisoned(len(a), columns)
+        counter, how = torch.zeros(2, dtype=torch.int32), {"tiling": tiling, "epilogue": epilogue}
+        how |= {"weights_R": weights_R} if epilogue is Epilogue.WEIGHTED else {}
+        how |= {"gate_up": kept} if epilogue is Epilogue.SWIGLU_KEEP else {}
+        emulate(monkeypatch, [a, b, out, kept], blocks=blocks, seed=blocks + seed, edits=edits)
+        launch_gemm(layout, a, b, ends_of(counts), out, counter, **how)
+        assert counter.tolist() == [0, 0]
+        found.append((out, kept))
+    return found
+
+
+@pytest.mark.parametrize("case", list(HIGH))
+def test_tall_tiles_have_the_bits_of_others(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """Experts of one block of 64 rows to eight, the last block whole and not."""
+    first, *others = both_heights(monkeypatch, case)
+    assert first[0].isnan().sum() == TAIL * first[0].shape[1]
+    for other in others:
+        for one, two in zip(first, other, strict=True):
+            assert torch.equal(one.view(torch.int16), two.view(torch.int16))
+
+
 @pytest.mark.parametrize("tiling", [SHARED, PAIR, SMALL], ids=["shared", "pair", "small"])
 def test_gathered_rows_give_the_bits_of_a_copy(monkeypatch: pytest.MonkeyPatch, tiling: Tiling) -> None:
     """Tokens that are wanted twice, once and never; those are NaN, and so is what lies past the last row."""
@@ -188,7 +229,7 @@ def test_a_product_that_follows_has_the_same_bits(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("counts", [[70, 0, 200], [9, 0, 1, 64, 65] * 3], ids=["few", "many"])
 @pytest.mark.parametrize(
-    ("tiling", "keep"), [(SHARED, True), (SMALL, False), (LOW, True), (PAIR, False)], ids=str
+    ("tiling", "keep"), [(SHARED, True), (SMALL, False), (LOW, True), (PAIR, False), (TALL, True)], ids=str
 )
 def test_a_product_behind_has_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, tiling: Tiling, keep: bool, counts: list[int]
@@ -301,6 +342,43 @@ FAULTS = {
     ),
 }
 """What went wrong once, or could: the text of the kernel, the fault in its place, and how it shows."""
+
+
+TALL_FAULTS = {
+    "written over what the other group multiplies": (
+        "if (tile.rows > 64) ptx::named_barrier(kTallBarrier, 256);",
+        "",
+    ),
+    "loaded over panels that leave": (
+        "if (stores.thread == 0) ptx::bulk_wait_read<0>();\n            ptx::named_barrier(1 + group, 128);\n"
+        "            release_stage",
+        "release_stage",
+    ),
+    "a stage freed before its product": (
+        "ptx::wgmma_wait<1>();\n        if (step > 0) release_stage<C>(shared.empty + 8 * last);\n"
+        "        last",
+        "if (step > 0) release_stage<C>(shared.empty + 8 * last);\n        last",
+    ),
+    "the third block's other half": (
+        "const u32 mine = b + group * (C::kBytesB / 2);",
+        "const u32 mine = b + (1 - group) * (C::kBytesB / 2);",
+    ),
+    "rows of the next expert": ("third = least(tile.rows - 128, 64);", "third = tile.rows > 128 ? 64 : 0;"),
+}
+"""The same of tall tiles."""
+
+
+def run_tall_with(fault: str) -> None:
+    case = "swiglu" if fault.startswith("written over") else "forward"  # two steps: groups drift apart
+    for seed in range(8):
+        with pytest.MonkeyPatch.context() as patch:
+            first, *others = both_heights(patch, case, (TALL_FAULTS[fault],), seed)
+            assert all(torch.equal(first[0].view(torch.int16), out.view(torch.int16)) for out, _ in others)
+
+
+@pytest.mark.parametrize("fault", list(TALL_FAULTS))
+def test_faults_of_tall_tiles_are_caught(fault: str, tmp_path: Path) -> None:
+    assert Forked(run_tall_with, fault, folder=tmp_path, traced=False).wait() != 0
 
 
 LOST = {

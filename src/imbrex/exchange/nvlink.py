@@ -137,12 +137,14 @@ class NvlinkDispatcher(NvlinkMeeting):
             if cut:
                 there = slice(self._count_rows(routed))
                 rows_RD, weights_R = rows_RD[there], weights_R[there]
+            mean_rows = self.kernels_of(routed.max_tokens).shape.mean_rows(routed.max_tokens)
             if staged is not None:
                 looks = self.roles.first is not None and not is_coded(self.wire.combine)
                 own_e2 = plan.new_empty(self._slots, 2) if looks else None
-                beside = replace(staged, movers=self.roles.rows, plan=plan, own_e2=own_e2)
+                more = {"plan": plan, "own_e2": own_e2, "mean_rows": mean_rows}
+                beside = replace(staged, movers=self.roles.rows, **more)
             elif beside is None:
-                beside = Groups(plan, expected=expected, hits=hits)
+                beside = Groups(plan, expected=expected, mean_rows=mean_rows, hits=hits)
             return Arrived(rows_RD, weights_R, counts_e, [routed.words_TC], beside)
 
         return self._crossing(partial(self._send, plan, x_TD, weights_TK, form), read)

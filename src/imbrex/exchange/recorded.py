@@ -351,8 +351,9 @@ class Recorder:
         (kernels, part, (*_, one_launch, small, one_kernel)), sms = call, self.dispatcher.sms
         choosing = self.dispatcher.choosing
         routed, rows_RD, row_groups, gate_up_RG, act_RF, out_RD = places
-        expected = kernels.shape.mean_rows(part.max_tokens) if small else 0
-        plan = Groups(row_groups.plan, expected=expected, hits=row_groups.hits, one_launch=one_launch)
+        mean_rows = kernels.shape.mean_rows(part.max_tokens)
+        about = {"expected": mean_rows if small else 0, "mean_rows": mean_rows, "one_launch": one_launch}
+        plan = Groups(row_groups.plan, hits=row_groups.hits, **about)
         how = {"sizes": weights[1].shape[1:], "keep": gate_up_RG is not None, "elsewhere": False}
         why_two = both.why_not_both(plan, **how)
         in_one = why_two is None
@@ -472,7 +473,7 @@ class Recorder:
         to = Slots(act_RF, parts_PR, d_weights_R, of_rows, d_gate_up_eGD, d_down_eDF)
         with recording() as tape:
             kernels.pull(d_y_TD, routed, num_sms=sms.dispatch, out=d_rows_RD)
-            run_gradients(d_rows_RD, saved, to)
+            run_gradients(d_rows_RD, saved, to, kernels.shape.mean_rows(routed.max_tokens))
             if d_x_TD is not None and d_weights_TK is not None:
                 values: Sums = {"weighted": False, "values": (d_weights_R, d_weights_TK)}
                 kernels.combine(d_rows_RD, routed, num_sms=sms_home.combine, out=d_x_TD, **values)

@@ -32,6 +32,7 @@ class Staged:
     plan: the plan of the rows' groups (`kernels.ffn.glue.Groups`) of one rank, if it has been made.
     own_e2: int32, of one rank: memory for the first own row of every expert and the one behind its last, if
         the kernel that brings rows is to write them.
+    mean_rows: rows of that rank in the mean; 0: not known.
     uses: a mark for every forward that has taken its rows.
     """
 
@@ -48,6 +49,7 @@ class Staged:
     movers: int | None = None
     plan: Tensor | None = None
     own_e2: Tensor | None = None
+    mean_rows: int = 0
     uses: list[None] = field(default_factory=list)
 
 

@@ -140,8 +140,8 @@ def run_ffn(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y_RD; gate_up_RG where kept (else empty); the plan of the groups, for the backward."""
     if groups is None:
-        plan = None if beside is None else beside.plan
-        groups = plan_groups(counts_e) if plan is None else Groups(plan)
+        plan, mean_rows = (None, 0) if beside is None else (beside.plan, beside.mean_rows)
+        groups = plan_groups(counts_e) if plan is None else Groups(plan, mean_rows=mean_rows)
     rows_RD = rows_RD.contiguous()
     gate_up_eGD, down_eDF = gate_up_eGD.contiguous(), down_eDF.contiguous()
     weights_R = None if weights_R is None else weights_R.contiguous()
@@ -293,6 +293,14 @@ def run_ffn_backward(
     return ffn_gradients(d_y_RD, Saved(rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG), needs)
 
 
+class Over(NamedTuple):
+    """Memory that a backward may write over. gate_up: gate and up, the largest of what it holds, by their
+    gradient. d_y: the gradient of the result, by that of the rows, unless what is left reads it."""
+
+    gate_up: bool = False
+    d_y: bool = False
+
+
 def ffn_gradients(
     d_y_RD: Tensor,
     saved: Saved,
@@ -301,21 +309,19 @@ def ffn_gradients(
     gradients: tuple[Tensor, Tensor] | None = None,
     deferral: Deferral | None = None,
     beside: Beside = ALONE,
-    consume: bool = False,
-    over: bool = False,
+    over: Over = Over(),  # noqa: B008 (immutable)
+    mean_rows: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients that `run_ffn_backward` gives. The weights' gradients are not
     among the results where they are added to `gradients`, or left to `deferral`. beside: the kernel of the
-    product of `d_y_RD`, which brings its rows as well. consume: the gradient of gate and up is written over
-    them, the largest of what a backward holds. over: that of the rows over `d_y_RD`, unless what is left
-    reads it."""
+    product of `d_y_RD`, which brings its rows as well. mean_rows: as in `Groups`."""
     rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG = saved
     need_rows, need_gate_up, need_down = needs
-    rows, groups = rows_RD.shape[0], Groups(plan=plan)
+    rows, groups = rows_RD.shape[0], Groups(plan=plan, mean_rows=mean_rows)
     d_y_RD, rows_RD, weights = d_y_RD.contiguous(), rows_RD.contiguous(), (gate_up_eGD, down_eDF)
     gate_up_eGD, down_eDF = gate_up_eGD.contiguous(), down_eDF.contiguous()
-    over = over and need_rows and deferral is None
-    d_rows_RD = d_y_RD if over else rows_RD.new_empty(rows_RD.shape if need_rows else 0)
+    consume, over_d_y = over.gate_up, over.d_y and need_rows and deferral is None
+    d_rows_RD = d_y_RD if over_d_y else rows_RD.new_empty(rows_RD.shape if need_rows else 0)
     if rows == 0 or not down_eDF.shape[0]:
         d_gate_up_eGD = gate_up_eGD.new_zeros(gate_up_eGD.shape if need_gate_up else 0)
         d_down_eDF = down_eDF.new_zeros(down_eDF.shape if need_down else 0)
@@ -354,7 +360,7 @@ def ffn_backward(
     """`run_ffn_backward`, but that the gradient of gate and up is written over them unless as an operator."""
     if as_operators:
         return torch.ops.imbrex_experts_v4.ffn_backward(d_y_RD, *saved, needs)
-    return ffn_gradients(d_y_RD, saved, needs, consume=True)
+    return ffn_gradients(d_y_RD, saved, needs, over=Over(gate_up=True))
 
 
 def _weight_gradient(
@@ -432,10 +438,10 @@ class Slots(NamedTuple):
     d_down_eDF: Tensor | None
 
 
-def run_gradients(d_y_RD: Tensor, saved: Saved, to: Slots) -> None:
+def run_gradients(d_y_RD: Tensor, saved: Saved, to: Slots, mean_rows: int = 0) -> None:
     """Queue what `ffn_gradients` does with rows and weights of rows, into memory of the caller's. The
     gradient of gate and up is written over them."""
-    groups, gate_up_RG = Groups(saved.plan), saved.gate_up_RG
+    groups, gate_up_RG = Groups(saved.plan, mean_rows=mean_rows), saved.gate_up_RG
     keep = to.d_down_eDF is not None
     slopes = Slopes(gate_up=gate_up_RG, d_gate_up=gate_up_RG, keep=keep, d_weights=to.parts_PR)
     operands = d_y_RD, saved.down_eDF, groups, slopes
@@ -498,6 +504,7 @@ class Ffn(torch.autograd.Function):
         leaves = beside is not None and beside.leave is not None
         # Whoever is asked for saved tensors may run the forward again, behind which no gradient is under way.
         ctx.brings = leaves and can_bring_gradient(down_eDF) and not saves_elsewhere()
+        ctx.mean_rows = max(0 if part is None else part.mean_rows for part in (beside, groups))
         ctx.beside = ALONE
         ctx.consumed = ctx.over = False
         return y_RD
@@ -518,7 +525,7 @@ class Ffn(torch.autograd.Function):
         else:
             ctx.consumed = True
             more = {"gradients": add_to, "deferral": deferral, "beside": ctx.beside}
-            more |= {"consume": True, "over": ctx.over}
+            more |= {"over": Over(gate_up=True, d_y=ctx.over), "mean_rows": ctx.mean_rows}
             results = ffn_gradients(d_y_RD, saved, needs, **more)
         present = rows, gate_up and ours, down and ours, weights
         d_rows, d_gate_up, d_down, d_weights = (

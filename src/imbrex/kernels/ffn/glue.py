@@ -48,22 +48,24 @@ def hit_words(experts: int) -> int:
 class Groups:
     """Where the rows of every expert end. `plan`: int32 [COUNTERS + e] on the device. expected: of the
     dispatch of a small batch, which tells the ends before its rows are there, how many rows a rank gets in
-    the mean; 0: `plan` is older than the rows. hits: uint32 of `hit_words`, which of them have any, where the
+    the mean; 0: `plan` is older than the rows. mean_rows: the same of a batch of any size; 0: as many as
+    there is room for. hits: uint32 of `hit_words`, which of them have any, where the
     dispatch tells it (ffn/hits.cuh). one_launch: for both products, where
     `ffn.both` can; `None`: where it is faster, too."""
 
-    __slots__ = ("counter", "ends_e", "expected", "hits", "one_launch", "plan")
+    __slots__ = ("counter", "ends_e", "expected", "hits", "mean_rows", "one_launch", "plan")
 
     def __init__(
         self,
         plan: Tensor,
         *,
         expected: int = 0,
+        mean_rows: int = 0,
         hits: Tensor | None = None,
         one_launch: bool | None = None,
     ) -> None:
         self.plan, self.ends_e, self.expected = plan, plan[COUNTERS:], expected
-        self.hits, self.one_launch = hits, one_launch
+        self.mean_rows, self.hits, self.one_launch = mean_rows, hits, one_launch
         self.counter = plan
         """Two zeros, and then others."""
 

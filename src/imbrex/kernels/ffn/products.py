@@ -23,7 +23,7 @@ from imbrex.kernels.gemm.gemm import (
     of_file,
 )
 from imbrex.kernels.gemm.portable import is_portable, launch_portable
-from imbrex.kernels.gemm.tiling import LOW, PAIRED, SHARED, SMALL, choose_tiling
+from imbrex.kernels.gemm.tiling import LOW, PAIRED, SHARED, SMALL, TALL, Reading, choose_tiling
 from imbrex.kernels.jit import Variant
 
 FOLLOWING = (SHARED, LOW, SMALL)
@@ -52,8 +52,10 @@ def queue_product(
     index_R, experts = more.get("index_R"), groups.ends_e.numel()
     rows = a.shape[0] if index_R is None else index_R.shape[0]
     operands, expected = (layout, epilogue, rows, experts, a, out), groups.expected if follows else 0
-    tiling = tiling_of(*operands, gather=index_R is not None, expected=expected)
-    behind = more.get("beside", ALONE).file == BEHIND
+    file = more.get("beside", ALONE).file
+    behind, gather = file == BEHIND, index_R is not None
+    reading: Reading = {"gather": gather, "expected": expected, "mean": groups.mean_rows}
+    tiling = tiling_of(*operands, **reading, tall=not gather and file in (ALONE.file, BEHIND))
     early = follows and not behind and tiling in FOLLOWING and (expected or rows) <= FEW_ROWS * experts
     if early:
         more["beside"] = FOLLOWS
@@ -80,9 +82,7 @@ def tiling_of(
     experts: int,
     a: Tensor,
     out: Tensor,
-    *,
-    gather: bool = False,
-    expected: int = 0,
+    **reading: Unpack[Reading],
 ) -> Tiling:
     return choose_tiling(
         layout,
@@ -92,15 +92,14 @@ def tiling_of(
         (out.shape[-2], out.shape[-1]),
         sms=multiprocessors(a.get_device()),
         depth=a.shape[1],
-        gather=gather,
-        expected=expected,
+        **reading,
     )
 
 
 def following_variants() -> list[Variant]:
     """Every product that can begin before the one before it has ended."""
     cuts = itertools.product((Epilogue.SWIGLU, Epilogue.PLAIN, Epilogue.WEIGHTED), FOLLOWING)
-    behind = itertools.product((Epilogue.PLAIN, Epilogue.WEIGHTED), (*FOLLOWING, PAIRED))
+    behind = itertools.product((Epilogue.PLAIN, Epilogue.WEIGHTED), (*FOLLOWING, PAIRED, TALL))
     return [
         *(following_variant(*cut) for cut in cuts),
         *(of_file(gemm_variant(Layout.FORWARD, *cut), BEHIND) for cut in behind),

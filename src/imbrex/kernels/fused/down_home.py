@@ -96,7 +96,7 @@ def down_variant(epilogue: Epilogue, tiling: Tiling, local_ranks: int = 1) -> Va
 def shipped_variants() -> list[Variant]:
     """One for every way that down is cut and stored."""
     choices = [c for c in gemm_choices() if c.layout is Layout.FORWARD and c.epilogue in EPILOGUES]
-    return [down_variant(choice.epilogue, choice.tiling) for choice in choices]
+    return [down_variant(choice.epilogue, choice.tiling) for choice in choices if not choice.tiling.is_tall]
 
 
 def why_not_sums(tokens: int, width: int, inner: int, choices: int, ranks: int) -> str | None:

@@ -34,7 +34,7 @@ PRODUCTS = {
 def shipped_variants() -> list[Variant]:
     """One for every way that gate and up, and the gradient through down, are cut and stored."""
     choices = [c for c in gemm_choices() if c.epilogue in PRODUCTS.get(c.layout, ())]
-    choices = [c for c in choices if c.wide or c.layout is Layout.FORWARD]
+    choices = [c for c in choices if (c.wide or c.layout is Layout.FORWARD) and not c.tiling.is_tall]
     beside = [
         of_file(gemm_variant(c.layout, c.epilogue, c.tiling, True), file_of(fp8=fp8))
         for c in choices
@@ -86,6 +86,7 @@ def rows_out(staged: Staged, local: int = 0) -> Beside:
         ),
         plan=staged.plan,
         own_e2=staged.own_e2,
+        mean_rows=staged.mean_rows,
     )
 
 

@@ -63,12 +63,17 @@ class Tiling(NamedTuple):
 
     @property
     def block_m(self) -> int:
-        return 64 * (self.blocks_m if self.pingpong else self.groups)
+        return 64 * (self.blocks_m if self.pingpong or self.is_tall else self.groups)
+
+    @property
+    def is_tall(self) -> bool:
+        """Whether two groups share three blocks of 64 rows (gemm/tall.cuh)."""
+        return not self.pingpong and self.blocks_m == 3
 
     @property
     def box_m(self) -> int:
         """Rows of A in bf16 that an instruction loads at most (kBoxM of gemm/shape.cuh)."""
-        return min(self.box, 64 if self.two_heights else self.block_m)
+        return min(self.box, 64 if self.two_heights or self.is_tall else self.block_m)
 
     @property
     def two_heights(self) -> bool:
@@ -88,7 +93,8 @@ class Tiling(NamedTuple):
     @property
     def smem(self) -> int:
         """Bytes of dynamic shared memory, with the slack for 1024-byte alignment."""
-        return 1024 + self.stages * 128 * (self.block_m + self.block_n) + self.groups * self.panels * 8192
+        staging = 0 if self.is_tall else self.groups * self.panels * 8192
+        return 1024 + self.stages * 128 * (self.block_m + self.block_n) + staging
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,6 +158,8 @@ class Beside(NamedTuple):
     """The plan of the rows' groups (`imbrex.kernels.ffn.glue.Groups`), where who brings them has made it."""
     own_e2: torch.Tensor | None = None
     """Where the kernel writes the first own row of every expert, and the one behind the last."""
+    mean_rows: int = 0
+    """Rows in the mean, where there is room for more; 0: not known."""
 
 
 GATHER_WARPS = 4
@@ -371,6 +379,8 @@ def _fitted(
     """The tiling, without its cluster where that does not fit, and `wide` of gemm/gemm.cu."""
     wide = b.shape[-1] % 64 == 0 and (layout is not Layout.WGRAD or a.shape[-1] % 64 == 0)
     halves = layout is Layout.FORWARD or (layout is Layout.DGRAD and wide)
+    if tiling.is_tall:
+        return tiling if halves else Tiling(), wide
     if halves and (blocks is None or blocks % tiling.cluster == 0):
         return tiling, wide
     return tiling._replace(cluster=1), wide

@@ -78,6 +78,7 @@
 #include "gemm/load.cuh"
 #include "gemm/load_pairs.cuh"
 #include "gemm/store.cuh"
+#include "gemm/tall.cuh"
 
 namespace gemm {
 
@@ -246,7 +247,9 @@ __device__ __forceinline__ void run(const Problem& problem, const Shared<C>& sha
         }
     } else {
         ptx::more_registers<C::kConsumerRegisters>();
-        if constexpr (C::kHalved)
+        if constexpr (C::kTall)
+            consume_tall<C>(problem, shared, sink, Ready::kPatience);
+        else if constexpr (C::kHalved)
             consume_halves<C>(problem, shared, sink, Ready::kPatience);
         else
             consume<C>(problem, shared, sink, Ready::kPatience);

@@ -32,7 +32,9 @@ struct Tile {
 };
 
 // kFixedRows: output rows do not depend on the offsets (weight gradients: [experts, fixed_rows, columns]).
-template <int kBlockM, int kBlockN, int kGroupM, bool kFixedRows>
+// kTall: tiles of a segment are as few as kBlockM allows, and differ by 64 rows at most: 5 blocks of 64 rows
+// are tiles of 3 and 2, 4 of 2 and 2.
+template <int kBlockM, int kBlockN, int kGroupM, bool kFixedRows, bool kTall = false>
 struct Schedule {
     const int* ends;      // [experts] end of each expert's rows; expert e begins where e - 1 ends
     const int* segments;  // [count][5] or null
@@ -83,10 +85,18 @@ struct Schedule {
         const int inside = local - group * kGroupM * column_tiles;
         const int left = row_tiles - group * kGroupM;
         const int side = left < kGroupM ? left : kGroupM;
+        const int row_tile = group * kGroupM + inside % side;
+        int before = row_tile * height, most = height;
+        if (kTall) {
+            const int blocks = (row_end - row_begin + 63) / 64, each = blocks / row_tiles,
+                      more = blocks - each * row_tiles;  // tiles, the first ones, of one block more
+            before = 64 * (row_tile * each + (row_tile < more ? row_tile : more));
+            most = 64 * (row_tile < more ? each + 1 : each);
+        }
         tile.expert = expert;
-        tile.row = row_begin + (group * kGroupM + inside % side) * height;
+        tile.row = row_begin + before;
         tile.rows = row_end - tile.row;
-        if (height < kBlockM && tile.rows > height) tile.rows = height;
+        if (most < kBlockM && tile.rows > most) tile.rows = most;
         tile.column = column_begin + inside / side * kBlockN;
         tile.columns = column_end - tile.column;
         return true;

@@ -30,7 +30,10 @@ constexpr int kQuantisers = 3;  // warps beside the producer's that quantise row
 // themselves, which gemm/gemm.cu explains.
 template <class Cut>
 struct Config : Cut {
-    static constexpr int kTileBlocks = Cut::kPingpong ? Cut::kBlocksM : Cut::kGroups;  // 64-row blocks
+    // Two groups share three blocks of 64 rows, the third by its columns: gemm/tall.cuh.
+    static constexpr bool kTall = !Cut::kPingpong && Cut::kBlocksM == 3;
+    static constexpr int kTileBlocks =
+        Cut::kPingpong || kTall ? Cut::kBlocksM : Cut::kGroups;  // of 64 rows
     static constexpr int kBlockM = 64 * kTileBlocks;
     static constexpr int kBlockN = Cut::kBlockN;
     static constexpr int kBlockK = Cut::kFp8 ? 128 : 64;  // 128 bytes
@@ -48,10 +51,11 @@ struct Config : Cut {
     // to 2 %).
     static constexpr bool kTwoHeights =
         !Cut::kFp8 && !Cut::kPingpong && !kWgrad && kBlockM == 128 && kBlockN == 256;
-    static constexpr int kMostBox = kTwoHeights ? 64 : kBlockM,
+    static constexpr int kMostBox = kTwoHeights || kTall ? 64 : kBlockM,
                          kBoxM = Cut::kFp8 || kMostBox < Cut::kBox ? kMostBox : Cut::kBox;
     static constexpr int kOutputs = (kSwiglu ? kBlockN / 2 : kBlockN) / 64;
-    static constexpr bool kManyRegisters = (Cut::kFp8 && !Cut::kGather && Cut::kCluster == 1) || kSlopes;
+    static constexpr bool kManyRegisters =
+        (Cut::kFp8 && !Cut::kGather && Cut::kCluster == 1) || kSlopes;
     // kBeside: registers of three warps of the producer's group that do something else, or 0. Who asks for
     // more gets what others gave back: a thread begins with 168, so three groups have 504, or the launch
     // fails.
@@ -83,7 +87,7 @@ struct Config : Cut {
     static constexpr bool kEarly = !kWgrad && !Cut::kPingpong;  // the next tile is sought early (load.cuh)
 
     static constexpr int kColumns = kSwiglu ? kBlockN / 2 : kBlockN;  // of the output, of a tile
-    using Order = Schedule<kBlockM, kColumns, Cut::kGroupM, kWgrad>;
+    using Order = Schedule<kBlockM, kColumns, Cut::kGroupM, kWgrad, kTall>;
     using Pairs = PairSchedule<kBlockM, kColumns, Cut::kGroupM>;
     using Walk = typename WalkOf<Cut::kCluster, Order, Pairs>::Type;
 
@@ -91,8 +95,11 @@ struct Config : Cut {
                   "fp8: forward, tiles shared by the groups");
     static_assert(Cut::kCluster == 1 || (!Cut::kPingpong && (kForward || (kDgrad && Cut::kWide))),
                   "clusters: see gemm/load_pairs.cuh");
-    static_assert(Cut::kPingpong || Cut::kBlocksM == 1,
+    static_assert(Cut::kPingpong || Cut::kBlocksM == 1 || kTall,
                   "groups that share a tile have one block of rows each");
+    static_assert(!kTall || (kHalved && !kWgrad && Cut::kGroups == 2 && Cut::kCluster == 1),
+                  "tall tiles: 256 columns in bf16, single blocks of two groups");
+    static_assert(!kTall || Cut::kPanels * 8192 <= kBytesA, "a tall tile's panels lie in a stage");
     static_assert(!kHalved || Cut::kStages > 1,
                   "a tile's last step and the next one's first are there at once");
     static_assert(!Cut::kGather || (kForward && !Cut::kPingpong), "rows are gathered in a forward product");
