@@ -92,13 +92,12 @@ def test_tall_tiles_for_a_little_more_than_128_rows() -> None:
         (2 * 160, 1, MIXTRAL, (TALL, SHARED)),
     ):
         experts, width, inner = model
-        reading: Reading = {"tall": True, "mean": rows}
-        ways = (Epilogue.SWIGLU, inner, width), (Epilogue.PLAIN, width, inner)
-        found = tuple(
-            choose_tiling(Layout.FORWARD, e, room * rows, experts, (rows, n), sms=132, depth=k, **reading)
-            for e, n, k in ways
-        )
-        assert found == wanted, (rows, model)
+        found = []
+        for epilogue, columns, depth in ((Epilogue.SWIGLU, inner, width), (Epilogue.PLAIN, width, inner)):
+            reading: Reading = {"tall": True, "mean": rows, "depth": depth}
+            given = Layout.FORWARD, epilogue, room * rows, experts, (rows, columns)
+            found.append(choose_tiling(*given, sms=132, **reading))
+        assert tuple(found) == wanted, (rows, model)
 
 
 def few(tokens: int, choices: int, model: tuple[int, int, int]) -> tuple[Tiling, Tiling]:

@@ -55,7 +55,8 @@ def queue_product(
     file = more.get("beside", ALONE).file
     behind, gather = file == BEHIND, index_R is not None
     reading: Reading = {"gather": gather, "expected": expected, "mean": groups.mean_rows}
-    tiling = tiling_of(*operands, **reading, tall=not gather and file in (ALONE.file, BEHIND))
+    reading["tall"] = not gather and file in (ALONE.file, BEHIND)
+    tiling = tiling_of(*operands, **reading)
     early = follows and not behind and tiling in FOLLOWING and (expected or rows) <= FEW_ROWS * experts
     if early:
         more["beside"] = FOLLOWS
@@ -91,8 +92,7 @@ def tiling_of(
         experts,
         (out.shape[-2], out.shape[-1]),
         sms=multiprocessors(a.get_device()),
-        depth=a.shape[1],
-        **reading,
+        **(reading | {"depth": a.shape[1]}),
     )
 
 
