@@ -23,6 +23,8 @@ REPEATS = {16384: 20, 65536: 10, 4096: 20, 1024: 20}
 PAIR = "--impls=imbrex,imbrex-fp8,imbrex-fp8-rows,torch"
 OPS = "--ops=grouped_gemm,ffn,ffn_unpermuted,ffn_training"
 DECODE = ["--model=deepseek-v3", "--rows=64,128,256,512", "--ops=decode", PAIR]
+BETWEEN = {"deepseek-v3": 10240, "qwen3-30b-a3b": 5120, "qwen2-moe": 2560}
+"""Rows of a rank of which an expert gets 160 in the mean: tiles of 192 (kernels/gemm/tall.cuh)."""
 COMPILED = [MODELS, "--rows=16384", "--skew=uniform", "--ops=ffn,ffn_unpermuted,ffn_training", "--repeats=10"]
 """With torch compiled, whose compilation takes longer than all measurements: last."""
 
@@ -33,6 +35,10 @@ def sweep(trace: str | None) -> list[list[str]]:
     skews = f"--skew={','.join(['balanced', 'uniform', 'zipf:0.6', *recorded])}"
     rows = [
         [MODELS, f"--rows={rows}", skews, OPS, PAIR, f"--repeats={times}"] for rows, times in REPEATS.items()
+    ]
+    rows += [
+        [f"--model={model}", f"--rows={number}", skews, OPS, PAIR, "--repeats=20"]
+        for model, number in BETWEEN.items()
     ]
     return [*rows, [*DECODE, f"--skew={','.join(['uniform', *recorded])}"], COMPILED]
 

@@ -25,7 +25,7 @@ from imbrex.kernels.ffn.glue import plan_groups
 from imbrex.kernels.ffn.tokens import ffn_tokens
 from imbrex.kernels.gemm.gemm import Epilogue, Layout, launch_gemm
 from imbrex.kernels.gemm.portable import launch_portable, portable_products
-from imbrex.kernels.gemm.tiling import choose_tiling
+from imbrex.kernels.gemm.tiling import Reading, choose_tiling
 from imbrex.kernels.jit import cuda_binding, cuda_ok
 from imbrex.observe.clock import PAUSE_CYCLES, device_microseconds
 
@@ -117,8 +117,9 @@ def gemm_calls(product: str, work: Work) -> dict[str, Call]:
     out = a.new_empty(a.shape[0], weight.shape[1])
     groups = plan_groups(work.counts_e)
     sms, shape = multiprocessors(a.get_device()), (out.shape[0], out.shape[1])
+    reading: Reading = {"depth": a.shape[1], "tall": True}
     tiling = choose_tiling(
-        Layout.FORWARD, Epilogue.PLAIN, a.shape[0], weight.shape[0], shape, sms=sms, depth=a.shape[1]
+        Layout.FORWARD, Epilogue.PLAIN, a.shape[0], weight.shape[0], shape, sms=sms, **reading
     )
 
     def ours() -> None:
