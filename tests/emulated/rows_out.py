@@ -180,7 +180,8 @@ def rows_before(forward: Forward, sms: int, load: Callable[..., Any] = load) -> 
     """Of every rank, whether staged rows that nothing but their own kernel brings are those of a pull."""
     case, inputs, exchange = forward.case, forward.inputs, forward.exchange
     given = inputs.x_WTD, inputs.ids_WTK, inputs.weights_WTK, sms, inputs.tokens_W
-    rows, routed = exchange.dispatch_expert(*given, balanced=case.balanced)
+    routed = exchange.route(*given[1:3], inputs.tokens_W, balanced=case.balanced)
+    rows = exchange.pull(inputs.x_WTD, routed, num_sms=sms)
     exchange.check(synchronize=True)
     staged, _ = exchange.stage(*given, balanced=case.balanced, out=torch.full_like(rows, torch.nan))
     same = []

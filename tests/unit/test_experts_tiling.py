@@ -87,6 +87,8 @@ def test_tall_tiles_for_a_little_more_than_128_rows() -> None:
         (64 * 160, 2, DEEPSEEK, (TALL, TALL)),
         (64 * 128, 1, DEEPSEEK, (TALL, TALL)),
         (64 * 96, 1, DEEPSEEK, (SHARED, SHARED)),
+        (64 * 192, 1, DEEPSEEK, (TALL, TALL)),
+        (4 * 192, 1, PHI, (PAIRED, SHARED)),
         (64 * 256, 1, DEEPSEEK, (PAIRED, PAIRED)),
         (64 * 160, 1, QWEN3, (TALL, TALL)),
         (2 * 160, 1, MIXTRAL, (TALL, SHARED)),

@@ -70,10 +70,11 @@ _READ_AGAIN = 0.1
 """A share of `_PANEL_COST`, for every further row tile of an expert: some find the columns gone from L2."""
 _READ_IDLE = 0.25
 """A share of `_PANEL_COST`, for every wave that the last one leaves idle, over the number of waves."""
-_TALL_ROWS, _TALL_GAIN, _SOME_ABOVE = (112, 184), 1.04, 1.05
-"""Mean rows of an expert for which `TALL` is thought of, by how much it has to be faster, and tiles where
-some experts have more than 192 rows. Measured, gate and up of 160 rows: DeepSeek-V3 1.49 times as fast as the
-better of `SHARED` and `PAIRED`, GLM-4.5 1.36, Qwen3 1.22; of more than 192 rows 0.93 to 1.0 of them."""
+_TALL_ROWS, _MANY_EXPERTS, _TALL_GAIN, _SOME_ABOVE = (112, 184, 200), 32, 1.04, 1.05
+"""Mean rows of an expert for which `TALL` is thought of: from, and to, of few experts and of many; by how
+much it has to be faster; and tiles where some experts have more than 192 rows. Measured, gate and up of 160
+rows: DeepSeek-V3 1.49 times as fast as the better of `SHARED` and `PAIRED`, GLM-4.5 1.36, Qwen3 1.22; of
+more than 192 rows 0.93 to 1.0 of them."""
 _LARGE_GRADIENT = 8 << 20
 """Values of a weight gradient from which storing it takes long enough for `OWN` to win (3-4 %)."""
 _GATHERED_PAIRS = 256
@@ -143,7 +144,7 @@ def _tall_pays(mean: float, experts: int, columns: int, sms: int) -> bool:
     A last tile of 64 rows takes as long as a full one, since L2 gives no more; a tile of 192 rows half as
     long again. Two draws are likely: one in which no expert has more than 192 rows, and one in which some do.
     """
-    if not _TALL_ROWS[0] <= mean <= _TALL_ROWS[1]:
+    if not _TALL_ROWS[0] <= mean <= _TALL_ROWS[1 if experts < _MANY_EXPERTS else 2]:
         return False
     above = (1 - math.erf((128.5 - mean) / math.sqrt(2 * mean))) / 2  # experts with more than 128 rows
     tiles = experts * math.ceil(columns / TALL.block_n) / sms  # waves of one tile an expert
