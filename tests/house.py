@@ -439,6 +439,16 @@ def kernel_climbs(path: str, text: str) -> list[Breach]:
     return breaches
 
 
+def loops_that_take_others(path: str, text: str) -> list[Breach]:
+    """Loops in braces right under `if constexpr` or its `else`: where one is discarded, NVRTC 13.0 drops the
+    unrolled loop behind it as well, and says nothing."""
+    under = r"(?:if constexpr \([^\n]*\)|else)\s+(?:#pragma unroll[^\n]*\s+)?(?:for|while) \([^\n]*\) \{"
+    return [
+        f"{path}:{text.count(chr(10), 0, one.start()) + 1}: a loop to be discarded, without braces around"
+        for one in re.finditer(under, text)
+    ]
+
+
 def fragments(files: dict[str, str], modules: frozenset[str]) -> list[Breach]:
     """Short files that a single other file imports: each is a part of that file."""
     importers: dict[str, set[str]] = {}

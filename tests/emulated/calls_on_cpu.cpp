@@ -45,6 +45,17 @@ void walk(const TensorMap& map, u32 shared, const int (&at)[4], Piece piece) {
                 }
 }
 
+float load_line(const float* from, bool read_only) {
+    Room& room = static_cast<Room&>(*self().block);
+    const uintptr_t at = reinterpret_cast<uintptr_t>(from), line = at / 128 * 128;
+    auto [found, fresh] = (read_only ? room.read_only : room.lines).try_emplace(line);
+    if (fresh) std::memcpy(found->second.data(), reinterpret_cast<const void*>(line), 128);
+    float value;
+    std::memcpy(&value, found->second.data() + (at - line), 4);
+    return value;
+}
+void acquired() { static_cast<Room&>(*self().block).lines.clear(); }
+
 Block& block_of_cluster(u32 rank, u32 cluster) {
     Block& block = *machine->blocks[self().block->first + self().block->index / cluster * cluster + rank];
     if (block.alive == 0) fail("a block of the cluster left before this access to its memory");

@@ -132,7 +132,11 @@ inline bool mbarrier_try(u32 barrier, u32 parity) {
 inline u32 seen(u32 value) { emu::breathe(); return value; }
 u32 load_acquire_sys(const u32* word);
 inline u32 load_relaxed_sys(const u32* word) { return *const_cast<volatile const u32*>(word); }
-inline u32 load_acquire_gpu(const u32* word) { return seen(*const_cast<volatile const u32*>(word)); }
+inline u32 load_acquire_gpu(const u32* word) {
+    const u32 value = *const_cast<volatile const u32*>(word);
+    emu::acquired();
+    return seen(value);
+}
 inline void store_release_gpu(u32* word, u32 value) { *word = value; emu::breathe(); }
 void store_relaxed_sys(u32* word, u32 value);
 inline void store_relaxed_sys(u64* word, u64 value) { *word = value; emu::breathe(); }

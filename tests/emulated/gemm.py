@@ -33,6 +33,9 @@ SHARED = {
     "__shared__ u64 barriers[2 * C::kStages + 2 * kSlots + 2];": (
         "u64* barriers = reinterpret_cast<u64*>(memory + kStatic + sizeof(Slot) * kSlots);"
     ),
+    "__shared__ u64 barriers[2 * C::kStages + (kAsksLate<C> ? 3 : 2) * kSlots + 2];": (
+        "u64* barriers = reinterpret_cast<u64*>(memory + kStatic + sizeof(Slot) * kSlots);"
+    ),
     "__shared__ Done done;": "Done& done = *reinterpret_cast<Done*>(memory + kStatic + 1600);",
     "__shared__ u32 due[2];": "u32* due = reinterpret_cast<u32*>(memory + kStatic + 512);",
     "__shared__ Room room;": "Room& room = *reinterpret_cast<Room*>(memory + kStatic + 512);",

@@ -46,6 +46,7 @@ struct Room : Block {
     std::vector<Rendezvous> meetings;  // of every warp
     std::vector<u32> words;            // votes, then what is exchanged
     std::vector<Products> products;    // of every warp
+    std::map<uintptr_t, std::array<u8, 128>> read_only, lines;  // of L1: until the launch ends, and until an acquire
 };
 
 constexpr size_t kStack = 48 * 1024, kSpare = 4096;

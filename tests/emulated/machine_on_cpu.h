@@ -83,6 +83,9 @@ inline u64 make_barrier(u64 pending, u64 arrivals, i64 owed, u64 phase) {
     return pending | arrivals << 16 | static_cast<u64>(owed + kBias) << 32 | phase << 63;
 }
 void change(u64* barrier, int arrivals, i64 bytes);
+// Through L1, which has what was there when the block first read one of the 128 bytes: for ever, or until `acquired`.
+float load_line(const float* from, bool read_only);
+void acquired();
 void check_bulk(const void* global, u32 shared, u32 bytes);
 
 // 0, or 1 when the launch did not end within `limit` seconds.

@@ -51,6 +51,8 @@ def parts(source: Source, tiles: Sequence[Sequence[int]], *, loads: int = 2, cal
 
 
 class Products(Machine):
+    CLEARED: tuple[str, ...] = ("noted", "handed", "ended", "blocks")
+
     def __init__(self, source: Source, tiles: Sequence[Sequence[int]], loads: int, *, calls: int) -> None:
         super().__init__(1, calls=calls)
         self.source, self.tiles, self.loads = source, tiles, loads
@@ -63,17 +65,24 @@ class Products(Machine):
     def rows_of(self, group: int, part: int) -> list[int]:
         return [self.row(group, i) for i, of in enumerate(self.tiles[group]) if of == part]
 
+    def cells_of(self, group: int, part: int) -> list[int]:
+        """What a group stores of a part."""
+        return self.rows_of(group, part)
+
     def notes(self, asm: Asm, group: int) -> None:
         """`NoteTiles` of a group: thread.number is its part, thread.next the tile that was not told of."""
         asm.label("begin")
         asm.add("no tile", lambda w, t: setattr(t, "next", -1), silent=True)
         for tile, part in enumerate(self.tiles[group]):
             if part >= 0:
-                cell = self.row(group, tile)
-                asm.add("store", lambda w, t, at=cell: store(w, t, at, by_engine=True), local=True)
+                self.stores(asm, group, tile)
             head = "void sent(const Slot& tile" if part >= 0 else "void passed(int thread) const"
             self._sink(asm, group, head, tile)
         self._sink(asm, group, "void ended(int thread) const", 0)
+
+    def stores(self, asm: Asm, group: int, tile: int) -> None:
+        cell = self.row(group, tile)
+        asm.add("store", lambda w, t: store(w, t, cell, by_engine=True), local=True)
 
     def _sink(self, asm: Asm, group: int, head: str, tile: int) -> None:
         for mark, said in self.source.order(PARTS, head, SINK):
@@ -140,10 +149,12 @@ class Products(Machine):
     def _tell(self, asm: Asm, lane: Sequence[str], group: int, part: int) -> None:
         """A lane's turn; thread.number: the rows that it took."""
         noted, told = self.word(0, "noted", group, part), self.word(0, "told", part)
-        handed = {self.word(0, "handed", at): at for at in self.rows_of(group, part)}
+        handed = {self.word(0, "handed", at): at for at in self.cells_of(group, part)}
 
         def take(w: Words, t: Thread) -> None:
             t.number, w[noted] = w[noted], 0
+            if t.number == 0:
+                return
             t.issued = (tuple(at for word, at in handed.items() if w[word]),)
             for word in handed:
                 w[word] = 0
@@ -167,18 +178,25 @@ class Products(Machine):
     def waits(self, asm: Asm) -> None:
         """A block behind, which loads rows of every part; thread.next: whether its fence stands before."""
         asm.label("begin")
-        for part, due in enumerate(self.due):
-            told = self.word(0, "told", part)
-            asm.add("another part", lambda w, t: setattr(t, "next", 0), silent=True)
-            for mark, _ in self.source.order(PARTS, "void operator()(const Tile& tile) const", WAIT):
-                if mark == "wait":
-                    asm.add("wait for a part", local=True, ready=lambda w, t, at=told, n=due: w[at] == n)
-                else:
-                    asm.add(mark, lambda w, t: setattr(t, "next", 1), silent=True)
-            asm.add("load a part", lambda w, t, part=part: self._load(w, t, part), local=True)
-        self._ends(asm)
+        for part in range(len(self.due)):
+            self.wait(asm, part)
+            self.load(asm, part)
+        self.ends(asm)
 
-    def _ends(self, asm: Asm) -> None:
+    def wait(self, asm: Asm, part: int) -> None:
+        """`PartMade`."""
+        told, due = self.word(0, "told", part), self.due[part]
+        asm.add("another part", lambda w, t: setattr(t, "next", 0), silent=True)
+        for mark, _ in self.source.order(PARTS, "void operator()(const Tile& tile) const", WAIT):
+            if mark == "wait":
+                asm.add("wait for a part", local=True, ready=lambda w, t: w[told] == due)
+            else:
+                asm.add(mark, lambda w, t: setattr(t, "next", 1), silent=True)
+
+    def load(self, asm: Asm, part: int) -> None:
+        asm.add("load a part", lambda w, t: self._load(w, t, part), local=True)
+
+    def ends(self, asm: Asm) -> None:
         order = self.source.order(BEHIND, "product_behind(const", RESET)
         if [mark for mark, _ in order if mark != "reset"] != ["count", "launches", "next"]:
             raise LookupError(f"{BEHIND}: the model does not know the order {order}")
@@ -207,5 +225,5 @@ class Products(Machine):
     def clear(self, w: Words) -> None:
         """What lies in shared memory, and the count of blocks."""
         for name, at in self.places.items():
-            if name[1] in ("noted", "handed", "ended", "blocks"):
+            if name[1] in self.CLEARED:
                 w[at] = 0

@@ -60,6 +60,23 @@ def reference_ffn(counts: list[int], rows: Tensor, gate_up: Tensor, down: Tensor
     return torch.cat(outputs) * weights[:, None]
 
 
+def dequantise(values: Tensor, scales: Tensor, high: int) -> Tensor:
+    """fp64 of values whose scales are for `high` x 128 of them."""
+    return values.double() * scales.double().repeat_interleave(128, -1).repeat_interleave(high, -2)
+
+
+def fp8_ffn(counts: list[int], rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """SwiGLU experts with the activation rounded as the kernel rounds it."""
+    outputs = []
+    for piece, up, out in zip(rows.split(counts), gate_up, down, strict=True):
+        gate_R, up_R = (piece @ up.T).chunk(2, 1)
+        act = (F.silu(gate_R) * up_R).unflatten(1, (out.shape[1] // 128, 128))
+        scale = act.abs().amax(2, keepdim=True).clamp_min(1e-30) / 448
+        act = (act / scale).to(torch.float8_e4m3fn).double() * scale
+        outputs.append(act.flatten(1) @ out.T)
+    return torch.cat(outputs)
+
+
 def check_rows(out: Tensor, reference: Tensor) -> None:
     assert error(out[: reference.shape[0]], reference) < LIMIT
     assert out[reference.shape[0] :].isnan().all()

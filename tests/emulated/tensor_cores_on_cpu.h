@@ -129,7 +129,8 @@ void load_matrix_x4(u32 address, u32 (&m)[4]);
 void load_matrix_x4_transposed(u32 address, u32 (&m)[4]);
 void copy_async_or_zero(u32 to, const void* from, bool wanted);
 void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1);
-inline float load_constant(const float* from) { return *from; }
+inline float load_constant(const float* from) { return emu::load_line(from, true); }
+inline float load_told(const float* from) { return emu::load_line(from, false); }
 inline float tanh_fast(float x) { return std::tanh(x); }
 inline void store_shared_16(u32 address, uint4 v) { store_shared(address, v); }
 

@@ -348,6 +348,14 @@ EXPERTS = [
         ("unit/test_product_behind.py",),
     ),
     Fault(
+        "behind-scales-cached",
+        "kernels/gemm/fp8.cuh",
+        "scales that another launch writes are read as if nobody did",
+        "kMade ? ptx::load_told",
+        "false ? ptx::load_told",
+        ("unit/test_product_behind.py",),
+    ),
+    Fault(
         "groups-of-tiles-overlap",
         "kernels/gemm/scheduler.cuh",
         "the last group of row tiles is taken for a whole one",

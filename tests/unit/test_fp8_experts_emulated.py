@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from itertools import accumulate
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from imbrex.codec.fp8 import Fp8
 from imbrex.kernels.ffn import fp8
@@ -23,18 +20,13 @@ from imbrex.kernels.ffn.fp8 import (
 from imbrex.kernels.ffn.fp8_tokens import ffn_tokens_fp8
 from imbrex.kernels.ffn.glue import COUNTERS, sum_rows
 from imbrex.kernels.gemm.gemm import Epilogue, Layout
-from imbrex.kernels.gemm.tiling import LOW, STAGED, Tiling, override_tilings
+from imbrex.kernels.gemm.tiling import LOW, PAIRED_STAGED, STAGED, Tiling, override_tilings
 from tests.emulated.gemm import EmulatedKernel, emulate
-from tests.emulated.ragged import draw, error
+from tests.emulated.ragged import dequantise, draw, error, fp8_ffn
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles the kernel with g++")
 TAIL = 3
 COUNTS = [70, 0, 1, 130]
-
-
-def dequantise(values: Tensor, scales: Tensor, high: int) -> Tensor:
-    """fp64 of values whose scales are for `high` x 128 of them."""
-    return values.double() * scales.double().repeat_interleave(128, -1).repeat_interleave(high, -2)
 
 
 def test_weights_keep_three_bits() -> None:
@@ -62,25 +54,13 @@ def test_rows_are_quantised_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> N
     assert (values[2].float() == 0).all()
 
 
-def reference_ffn(rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """With the activation rounded as the kernel rounds it."""
-    outputs, ends = [], list(accumulate(COUNTS))
-    for begin, end, up, out in zip([0, *ends[:-1]], ends, gate_up, down, strict=True):
-        gate_R, up_R = (rows[begin:end] @ up.T).chunk(2, 1)
-        act = (F.silu(gate_R) * up_R).unflatten(1, (out.shape[1] // 128, 128))
-        scale = act.abs().amax(2, keepdim=True).clamp_min(1e-30) / 448
-        act = (act / scale).to(torch.float8_e4m3fn).double() * scale
-        outputs.append(act.flatten(1) @ out.T)
-    return torch.cat(outputs)
-
-
-@pytest.mark.parametrize("down", [LOW, STAGED], ids=["low", "staged"])
+@pytest.mark.parametrize("down", [LOW, STAGED, PAIRED_STAGED], ids=["low", "staged", "pairs"])
 def test_both_products(monkeypatch: pytest.MonkeyPatch, down: Tiling) -> None:
     """Against fp64 on the quantised numbers; a value next to a rounding boundary may fall on either side."""
     torch.manual_seed(1)
     width, inner = 256, 384
     monkeypatch.setattr(EmulatedKernel, "unrest", down == STAGED)  # lanes drift apart
-    emulate(monkeypatch, blocks=1, seed=1)
+    emulate(monkeypatch, blocks=down.cluster, seed=1)
     experts = quantise_experts(draw(4, 2 * inner, width) / 16, draw(4, width, inner) / 20)
     x, weights = draw(sum(COUNTS) + TAIL, width), torch.rand(sum(COUNTS) + TAIL)
     x[::7] *= 100
@@ -88,7 +68,9 @@ def test_both_products(monkeypatch: pytest.MonkeyPatch, down: Tiling) -> None:
     groups, values, scales = quantise_rows(x, torch.tensor(COUNTS))
     with override_tilings({(Layout.FORWARD, Epilogue.WEIGHTED): down}):
         found = run_fp8_rows(values, scales, experts, groups, weights)[:-TAIL]
-    exact = reference_ffn(
+    assert not groups.plan[:COUNTERS].any()  # down begins beside gate and up, and leaves zeros
+    exact = fp8_ffn(
+        COUNTS,
         dequantise(values[:-TAIL], scales[:-TAIL], 1),
         dequantise(experts.gate_up_eGD, experts.gate_up_scales, 128),
         dequantise(experts.down_eDF, experts.down_scales, 128),
@@ -102,7 +84,7 @@ def test_near_the_exact_network(monkeypatch: pytest.MonkeyPatch) -> None:
     gate_up, down, x = draw(4, 256, 128) / 11, draw(4, 128, 128) / 11, draw(sum(COUNTS), 128)
     experts = quantise_experts(gate_up, down)
     found = run_ffn_fp8(x, None, *experts.tensors(), torch.tensor(COUNTS), None)
-    assert 2e-2 < error(found, reference_ffn(x.double(), gate_up.double(), down.double())) < 8e-2
+    assert 2e-2 < error(found, fp8_ffn(COUNTS, x.double(), gate_up.double(), down.double())) < 8e-2
 
 
 @pytest.mark.parametrize("width", [256, 512])

@@ -18,6 +18,7 @@ from tests.emulated.home_counters import home
 from tests.emulated.others_first_counters import OWN, others_first
 from tests.emulated.parts_counters import BEHIND, PARTS, parts
 from tests.emulated.rows_out_counters import rows_out
+from tests.emulated.scales_counters import FP8, LOAD, scales
 
 pytestmark = [pytest.mark.skipif(not kernel.available(), reason="needs g++"), pytest.mark.untraced]
 
@@ -61,6 +62,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "first, a rank dies": (others_first, {"groups": (1, 1), "lists": (0,), "mortal": 0}),
     "parts": (parts, {"tiles": ((0, 0, 1), (0, -1, 1))}),
     "parts, two calls": (parts, {"tiles": ((0,), (-1, 1)), "calls": 2}),
+    "scales": (scales, {"tiles": ((0, 1),)}),
+    "scales, two calls": (scales, {"tiles": ((0, -1),), "calls": 2}),
     "first, three calls": (others_first, {"groups": (0, 1), "lists": (0,), "calls": 3}),
 }
 
@@ -87,6 +90,9 @@ FIRST_PIECES = "reduce_pieces<Sums>(call, reduce, own, tokens, others, draw_agai
 LAST = """            if (lane == 0) ended += static_cast<int>(ptx::take_acquire_cta(&done.ended));
             last = __shfl_sync(~0u, ended, 0) == C::kGroups;  // before what is left is taken
 """
+SCALE = "scales.d[i64(row + mine + 8 * i) * scales.stride_d + tile.column / kBlock] = scale_of(most[i]);\n"
+SENT = "sink.rows(panel, tile.column, row, rows); });\n"
+SLOT = "            shared.slots[slot] = told;  // so that consumers may ask for the rows' scales\n"
 TAKEN = "? ptx::take_acquire_cta(word) : 0;\n"
 FAULTS: dict[str, tuple[str, Edits, str]] = {
     "rows counted before they are stored": (
@@ -194,6 +200,17 @@ FAULTS: dict[str, tuple[str, Edits, str]] = {
         "parts, two calls",
         ((BEHIND, "progress[i] = 0;", ";"),),
         "behind both products",
+    ),
+    "a scale stored behind the group's barrier": (
+        "scales",
+        ((FP8, SCALE, ""), (FP8, SENT, SENT + SCALE)),
+        "a scale of part . is under way",
+    ),
+    "scales told without a fence": ("scales", ((PARTS, "ptx::fence_gpu();", ""),), "is under way"),
+    "scales asked for before the wait": (
+        "scales",
+        ((LOAD, f"            ready(tile);\n{SLOT}", f"{SLOT}            ready(tile);\n"),),
+        "a scale of part . is",
     ),
     "a piece told without a fence": (
         "home, sums behind",

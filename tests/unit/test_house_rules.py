@@ -96,6 +96,14 @@ def test_families_of_kernels_take_from_those_below() -> None:
     assert len(house.kernel_climbs("src/imbrex/kernels/attic/gemm.py", "")) == 1
 
 
+def test_a_discarded_loop_takes_no_other_along() -> None:
+    assert collect(house.loops_that_take_others, KERNELS) == []
+    head, loop = "    if constexpr (!C::kQuantises)", "#pragma unroll\n        for (int i = 0; i < 2; ++i)"
+    assert len(house.loops_that_take_others("a.cuh", f"{head}\n{loop} {{\n")) == 1
+    assert house.loops_that_take_others("a.cuh", f"{head} {{\n{loop} {{\n") == []
+    assert house.loops_that_take_others("a.cuh", f"{head}\n{loop} a[i] = 0;\n") == []
+
+
 def test_no_banners() -> None:
     assert collect(house.banners, SOURCES + KERNELS + OTHERS) == []
 

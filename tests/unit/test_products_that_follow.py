@@ -23,7 +23,7 @@ struct Cut {
     static constexpr bool kFp8 = false, kPingpong = false, kWide = false;
     static constexpr int kGroups = 2, kBlocksM = 1, kBlockN = 256, kStages = 4;
     static constexpr int kPanels = 2, kGroupM = 8, kCluster = 1, kWave = 128, kGather = 0, kBox = 128;
-    static constexpr bool kBeside = false, kQuantises = false;
+    static constexpr bool kBeside = false, kQuantises = false, kWaits = false;
 };
 using C = Config<Cut>;
 // All but the last block, which brings the rows.

@@ -8,6 +8,9 @@
 #ifndef QUANTISES
 #define QUANTISES 0
 #endif
+#ifndef WAITS
+#define WAITS 0
+#endif
 
 namespace gemm {
 
@@ -19,7 +22,7 @@ struct Cut {
     static constexpr int kPanels = PANELS, kGroupM = GROUP_M, kCluster = CLUSTER, kWave = WAVE;
     static constexpr int kGather = GATHER, kBox = BOX;
     static constexpr int kBeside = BESIDE;
-    static constexpr bool kQuantises = QUANTISES;
+    static constexpr bool kQuantises = QUANTISES, kWaits = WAITS;
 };
 using C = Config<Cut>;
 

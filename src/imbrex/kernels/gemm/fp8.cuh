@@ -57,8 +57,9 @@ __device__ __forceinline__ void multiply_wave(float (&product)[C::kWave / 2], u3
 }
 
 // Where the scales of a group's 64 rows and of the waves' columns lie, and those of one step in registers.
-// Those of rows that are quantised here (kQuantises) come with their stage.
-template <class C>
+// Those of rows that are quantised here (kQuantises) come with their stage. kMade: a launch that still runs
+// makes those of rows.
+template <class C, bool kMade = false>
 struct StepScales {
     int row[2], column[C::kScalesN];  // from scales.a and scales.b on
     float a[2], b[C::kScalesN];
@@ -91,9 +92,13 @@ struct StepScales {
         load(scales, 0);
     }
     __device__ __forceinline__ void load(const Scales& scales, int ahead) {
-        if constexpr (!C::kQuantises)
+        if constexpr (!C::kQuantises) {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) a[i] = ptx::load_constant(scales.a + (row[i] += ahead));
+            for (int i = 0; i < 2; ++i) {
+                const float* from = scales.a + (row[i] += ahead);
+                a[i] = kMade ? ptx::load_told(from) : ptx::load_constant(from);
+            }
+        }
 #pragma unroll
         for (int i = 0; i < C::kScalesN; ++i) b[i] = ptx::load_constant(scales.b + (column[i] += ahead));
     }
@@ -118,9 +123,9 @@ __device__ __forceinline__ void add_wave(float* sum, const float (&product)[C::k
 }
 
 // One step of a tile. `next`: its scales, which become those `ahead` steps on.
-template <class C, bool kFirst>
+template <class C, bool kFirst, bool kMade>
 __device__ __forceinline__ void multiply_step_fp8(float (&d)[C::kBlockN / 2], const Shared<C>& shared,
-                                                  const Ring<C>& ring, u32 rows_a, StepScales<C>& next,
+                                                  const Ring<C>& ring, u32 rows_a, StepScales<C, kMade>& next,
                                                   const Scales& scales, int ahead, u32& patience) {
     float product[C::kProducts][C::kWave / 2], scale[C::kScalesN][2];
     const int stage = uniform(ring.stage);  // else every operand of every product is moved lane 0's way
@@ -153,9 +158,9 @@ __device__ __forceinline__ void multiply_step_fp8(float (&d)[C::kBlockN / 2], co
 
 // All steps of one tile (one at least) for one group that has rows in it; `next`: the scales of its first
 // step.
-template <class C>
+template <class C, bool kMade>
 __device__ __forceinline__ void multiply_tile_fp8(float (&d)[C::kBlockN / 2], const Shared<C>& shared,
-                                                  int group, const Slot& tile, StepScales<C>& next,
+                                                  int group, const Slot& tile, StepScales<C, kMade>& next,
                                                   const Scales& scales, u32& patience) {
     const u32 rows_a = uniform(group) * kPanel;
     Ring<C> ring(tile.position);

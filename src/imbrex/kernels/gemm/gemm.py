@@ -397,8 +397,8 @@ class Extras(TypedDict, total=False):
     bytes apart); `out` is bf16, and fp8 again with SWIGLU. slopes (DGRAD): a b is the gradient of SwiGLU's
     result and `out` gets that result. ADD, ADD_FLOAT (WGRAD) add to `out`, bf16 or float32. index_R (int64,
     FORWARD): row r is a[index_R[r]], a [T, K]: the bits of a permuted copy. blocks: of the launch. beside: a
-    kernel that does more (FORWARD, or DGRAD where N is a multiple of 64; bf16, no index). progress: int32
-    zeros, where SWIGLU and SWIGLU_KEEP tell of their tiles, in bf16, and `begins_behind` waits.
+    kernel that does more (FORWARD, or DGRAD where N is a multiple of 64; no index). progress: int32
+    zeros, where SWIGLU and SWIGLU_KEEP tell of their tiles, and `begins_behind` waits.
     """
 
     gate_up: torch.Tensor | None

@@ -89,6 +89,11 @@ __device__ __forceinline__ void load_step(const Problem& problem, const Shared<C
 // turns, where it gains nothing, and 3 % are lost if the outputs are what takes the time.
 constexpr int kPeek = 2;
 
+// Steps whose columns a producer asks for before it waits for rows. Of three stages one: rows of the second
+// would keep those of the first waiting until another stage is free.
+template <class C>
+constexpr int kBefore = C::kStages > kPeek + 1 ? kPeek : 1;
+
 // Rows are there before the launch: what `run` is told where nobody brings them (gemm/run.cuh).
 struct Always {
     static constexpr bool kWaits = false;
@@ -141,7 +146,8 @@ __device__ __forceinline__ void produce(const Problem& problem, const Shared<C>&
                                                product);
             }
         };
-        const int few = least(steps, kFew && index == 0 ? Ready::kAhead : kPeek);
+        const int few =
+            least(steps, kFew && index == 0 ? Ready::kAhead : (Ready::kWaits ? kBefore<C> : kPeek));
         if constexpr (Ready::kWaits) {
             Ring<C> rows = ring;
 #pragma unroll 1
@@ -158,7 +164,10 @@ __device__ __forceinline__ void produce(const Problem& problem, const Shared<C>&
         }
         if constexpr (C::kEarly) {
             Tile then;
-            if constexpr (!Ready::kWaits) load(0, few);
+            if constexpr (!Ready::kWaits)
+                load(0, few);
+            else if constexpr (kBefore<C> < kPeek)
+                load(few, least(steps, kPeek));
             found = order.seek(next, then);
             load(kFew ? few : kPeek, steps);
             tile = then;

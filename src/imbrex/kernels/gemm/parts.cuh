@@ -14,6 +14,11 @@
 //
 // Nobody waits in a circle: the second launch begins when all blocks of the first are there, and these wait
 // for nothing of it.
+//
+// In fp8 the first product stores scales of its rows as well, by all threads of a group, before the group
+// meets to send the rows: who notes the tile has met them, who tells has seen the note, and its fence covers
+// whatever it has seen. Who loads has acquired the count before the block's consumers, which are told of the
+// tile behind that, ask for scales (`load_told`). Consumers of pairs would ask before: they do not follow.
 #pragma once
 #include "gemm/load.cuh"
 #include "gemm/store.cuh"
@@ -47,7 +52,7 @@ __device__ __forceinline__ void clear(Done& done) {
 // end; an idle warp tells of it, since the fences that this takes cost whoever multiplies a microsecond.
 template <class C>
 struct NoteTiles : StoreTiles {
-    static constexpr int kCommits = C::kOutputs * (C::kKeep ? 3 : 1);  // of a tile
+    static constexpr int kCommits = C::kFp8 ? 1 : C::kOutputs * (C::kKeep ? 3 : 1);  // of a tile
     Done& done;
     int experts;
     mutable int part = 0;

@@ -129,7 +129,8 @@ __device__ __forceinline__ void multiply_tile(float (&d)[C::kBlocksM][C::kBlockN
 template <class C>
 __device__ __forceinline__ bool has_rows(const Slot& tile) { return C::kCluster == 1 || tile.rows > 0; }
 
-template <class C, class Sink>
+// kMade: rows' scales are made while the launch runs.
+template <class C, bool kMade = false, class Sink>
 __device__ __forceinline__ void consume(const Problem& problem, const Shared<C>& shared, const Sink& sink,
                                         u32 patience) {
     const Scales& scales = problem.scales;
@@ -141,9 +142,12 @@ __device__ __forceinline__ void consume(const Problem& problem, const Shared<C>&
     u32 index = C::kPingpong ? group : 0;
     Stores<C> stores{shared.staging + group * C::kPanels * kPanel, group, thread};
     Slot tile = take_slot<C>(shared, index, patience);
-    StepScales<C> next;
-    if (C::kFp8 && tile.steps >= 0 && has_rows<C>(tile))
-        next.begin(scales, tile, source, 64 * group, columns);
+    StepScales<C, kMade> next;
+    const auto ask_for_scales = [&](const Slot& of) {
+        if (C::kFp8 && of.steps >= 0 && has_rows<C>(of))
+            next.begin(scales, of, source, 64 * group, columns);
+    };
+    ask_for_scales(tile);
     while (tile.steps >= 0 && patience != 0) {
         float d[C::kBlocksM][C::kBlockN / 2];
         if (C::kWgrad && tile.steps == 0)
@@ -179,8 +183,7 @@ __device__ __forceinline__ void consume(const Problem& problem, const Shared<C>&
         Slot then;
         if constexpr (!C::kPingpong) {
             then = take_slot<C>(shared, index, patience);
-            if (C::kFp8 && then.steps >= 0 && has_rows<C>(then))
-                next.begin(scales, then, source, 64 * group, columns);
+            ask_for_scales(then);
         }
         if constexpr (C::kFp8 && C::kSwiglu) {
             if (rows > 0)
@@ -252,7 +255,7 @@ __device__ __forceinline__ void run(const Problem& problem, const Shared<C>& sha
         else if constexpr (C::kHalved)
             consume_halves<C>(problem, shared, sink, Ready::kPatience);
         else
-            consume<C>(problem, shared, sink, Ready::kPatience);
+            consume<C, Ready::kWaits>(problem, shared, sink, Ready::kPatience);
     }
     if constexpr (C::kCluster > 1) meet<C>();  // arrivals and panels of the other block have come
 }

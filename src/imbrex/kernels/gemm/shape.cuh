@@ -54,8 +54,9 @@ struct Config : Cut {
     static constexpr int kMostBox = kTwoHeights || kTall ? 64 : kBlockM,
                          kBoxM = Cut::kFp8 || kMostBox < Cut::kBox ? kMostBox : Cut::kBox;
     static constexpr int kOutputs = (kSwiglu ? kBlockN / 2 : kBlockN) / 64;
+    // In fp8 who tells of tiles, and who waits for rows, has 56 registers for its producers, or spills.
     static constexpr bool kManyRegisters =
-        (Cut::kFp8 && !Cut::kGather && Cut::kCluster == 1) || kSlopes;
+        (Cut::kFp8 && !kSwiglu && !Cut::kWaits && Cut::kCluster == 1) || kSlopes;
     // kBeside: registers of three warps of the producer's group that do something else, or 0. Who asks for
     // more gets what others gave back: a thread begins with 168, so three groups have 504, or the launch
     // fails.

@@ -319,10 +319,18 @@ __device__ __forceinline__ void store_shared_16(u32 address, uint4 v) {
                  : "memory");
 }
 
-// Memory that this kernel does not write; stays where it stands among the other instructions here.
+// Memory that no launch under way writes; stays where it stands among the other instructions here.
 __device__ __forceinline__ float load_constant(const float* from) {
     float value;
     asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from) : "memory");
+    return value;
+}
+
+// The same of memory that the launch before may write: a thread of the block has seen (`load_acquire_gpu`)
+// that this value is there, and told this one. Through L1, of which that has left nothing.
+__device__ __forceinline__ float load_told(const float* from) {
+    float value;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(from) : "memory");
     return value;
 }
 
