@@ -133,7 +133,9 @@ def _load_tiles(machine: Kernel, asm: Asm) -> None:
     """`Come`, before every tile's rows are loaded."""
     me, rows, launched = asm.rank, _rows_of(machine, asm.rank), machine.word(asm.rank, "launched")
     head = "__device__ __forceinline__ void operator()(const gemm::Tile& tile) const"
-    looks = machine.source.body(ROWS, head).count("are_there(first) && are_there(last)") == 2
+    both = machine.source.body(ROWS, "bool are_there(int first, int last) const")
+    looks = machine.source.body(ROWS, head).count("are_there(first, last)") == 2
+    looks = looks and "return are_there(first) && are_there(last);" in both
     tiles = [(row, count) for row, count in TILES if row + count <= len(rows)]
     asm.add("wait for the launch before", local=True, ready=lambda w, t: w[launched] >= t.call)
     for row, count in tiles:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from imbrex.kernels.gemm.gemm import Epilogue
-from imbrex.kernels.gemm.tiling import GRADIENT_TILINGS, PAIRED, SHARED, SMALL, Tiling
+from imbrex.kernels.gemm.tiling import GRADIENT_TILINGS, PAIRED, SHARED, SMALL, TALL, Tiling
 from imbrex.placement.layouts import contiguous
 from tests.emulated.rows_out import apart, begin, beside, differences, rows_before
 from tests.emulated.scenario import Case, make_exchange
@@ -24,7 +24,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("tiling", [SHARED, PAIRED, SMALL], ids=("shared", "pairs", "small"))
+@pytest.mark.parametrize("tiling", [SHARED, PAIRED, SMALL, TALL], ids=("shared", "pairs", "small", "tall"))
 @pytest.mark.parametrize("name", CASES)
 def test_bits_are_those_of_two_launches(name: str, tiling: Tiling) -> None:
     case, inner = CASES[name]
@@ -45,6 +45,7 @@ GRADIENTS = {
     "plain": (Epilogue.PLAIN, SHARED),
     "plain, pairs": (Epilogue.PLAIN, PAIRED),
     "plain, small": (Epilogue.PLAIN, SMALL),
+    "plain, tall": (Epilogue.PLAIN, TALL),
     "swiglu": (Epilogue.SWIGLU_GRADIENT, GRADIENT_TILINGS[0]),
     "swiglu, small": (Epilogue.SWIGLU_GRADIENT, GRADIENT_TILINGS[1]),
 }

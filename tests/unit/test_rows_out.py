@@ -11,7 +11,7 @@ import torch
 from imbrex.contracts import Placement
 from imbrex.kernels.gemm import gemm
 from imbrex.kernels.gemm.gemm import Epilogue
-from imbrex.kernels.gemm.tiling import GRADIENT_TILINGS, PAIRED, SHARED, SMALL
+from imbrex.kernels.gemm.tiling import GRADIENT_TILINGS, PAIRED, SHARED, SMALL, TALL
 from imbrex.kernels.jit import KernelError
 from imbrex.placement.layouts import contiguous
 from tests.emulated import kernel
@@ -45,7 +45,9 @@ CASES = {
         balanced=True,
     ),
     "tensor ranks": case_of(2, (30, 40, 20, 10), seed=7, tensor=2),
+    "tall": case_of(2, (150, 140), seed=4),
 }
+"""Of the last, 148 rows of an expert of rank 0 begin behind 123: a tall tile of them is three counters'."""
 
 
 def made(case: Case, monkeypatch: Any, tiling: Any = SHARED, edits: Edits = (), blocks: int = 4) -> Forward:
@@ -74,9 +76,9 @@ def test_the_first_blocks_alone_can_bring_all_rows(movers: int, monkeypatch: pyt
     assert differences(beside(forward, movers=movers), apart(forward)) == []
 
 
-@pytest.mark.parametrize("tiling", [PAIRED, SMALL], ids=("pairs", "small"))
+@pytest.mark.parametrize("tiling", [PAIRED, SMALL, TALL], ids=("pairs", "small", "tall"))
 def test_other_tilings(tiling: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = made(CASES["two ranks"], monkeypatch, tiling)
+    forward = made(CASES["tall" if tiling == TALL else "two ranks"], monkeypatch, tiling)
     assert differences(beside(forward), apart(forward)) == []
 
 
@@ -107,6 +109,7 @@ GRADIENTS = {
     "plain": (Epilogue.PLAIN, SHARED),
     "plain, pairs": (Epilogue.PLAIN, PAIRED),
     "plain, small": (Epilogue.PLAIN, SMALL),
+    "plain, tall": (Epilogue.PLAIN, TALL),
     "swiglu": (Epilogue.SWIGLU_GRADIENT, GRADIENT_TILINGS[0]),
     "swiglu, small": (Epilogue.SWIGLU_GRADIENT, GRADIENT_TILINGS[1]),
 }
@@ -164,7 +167,15 @@ FAULTS: dict[str, Edits] = {
         (COUNT, ""),
         (MOVE, f"            each([&](int, int mine) {{\n{COUNT}            }});\n{MOVE}"),
     ),
-    "nobody waits": (("if (!(are_there(first) && are_there(last))) {", "if (false) {"),),
+    "nobody waits": (("if (!are_there(first, last)) {", "if (false) {"),),
+    "two of three counters are looked at": (
+        ("if (kBlockM > kCounted && last > first + 1", "if (false"),
+        # no fault, but a slow peer: what the middle counter counts comes late
+        (
+            MOVE,
+            f"            for (int i = 0; from >= 128 && from < 256 && i < 400; ++i) ptx::pause();\n{MOVE}",
+        ),
+    ),
     "one of two counters is looked at": (
         ("last = (tile.row + gemm::least(tile.rows, kBlockM) - 1) / kCounted;", "last = first;"),
         # no fault, but a slow peer: what the other counter counts comes late
@@ -179,7 +190,8 @@ FAULTS: dict[str, Edits] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = made(CASES["two ranks"], monkeypatch)
+    case, tiling = ("tall", TALL) if "three" in fault else ("two ranks", SHARED)
+    forward = made(CASES[case], monkeypatch, tiling)
     wanted = apart(forward)
     emulate(monkeypatch, None, blocks=4, edits=FAULTS[fault])
     for _ in range(4):  # other interleavings

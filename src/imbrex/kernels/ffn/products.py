@@ -52,10 +52,8 @@ def queue_product(
     index_R, experts = more.get("index_R"), groups.ends_e.numel()
     rows = a.shape[0] if index_R is None else index_R.shape[0]
     operands, expected = (layout, epilogue, rows, experts, a, out), groups.expected if follows else 0
-    file = more.get("beside", ALONE).file
-    behind, gather = file == BEHIND, index_R is not None
-    reading: Reading = {"gather": gather, "expected": expected, "mean": groups.mean_rows}
-    reading["tall"] = not gather and file in (ALONE.file, BEHIND)
+    behind, gather = more.get("beside", ALONE).file == BEHIND, index_R is not None
+    reading: Reading = {"gather": gather, "expected": expected, "mean": groups.mean_rows, "tall": not gather}
     tiling = tiling_of(*operands, **reading)
     early = follows and not behind and tiling in FOLLOWING and (expected or rows) <= FEW_ROWS * experts
     if early:

@@ -4,11 +4,11 @@
 // A ticket is kTicket rows, drawn in the order in which tiles are drawn. Of a ticket, a warp takes the rows
 // that are the lowest of their token here: it loads the token once, from the peer that staged it or from the
 // own tokens, stores it at all its rows, and then counts every one of them. A counter counts 128 rows of the
-// whole buffer, whatever the tiles: a tile of any height needs at most two, and movers find theirs by a
-// shift.
+// whole buffer, whatever the tiles: a tile of 128 rows needs at most two, one of 192 three, and movers find
+// theirs by a shift.
 //
 //   mover      wait for the token's flag | load | store at its rows | fence | add 1 for every row
-//   producer   weights of the first steps | poll one or two counters | fence | rows
+//   producer   weights of the first steps | poll one to three counters | fence | rows
 //
 // Invariants:
 //   A mover waits for nothing but peers' staging, which is a launch before: one resident block can bring all
@@ -36,7 +36,10 @@ constexpr int kCounted = 128;
 #endif
 
 constexpr bool kDecodes = WIRE_FP8;  // what peers have staged
-constexpr int kWords = kDecodes ? 6 : 8;  // of 16 bytes that a lane has in flight; 8 and decoding spill
+#ifndef WORDS
+#define WORDS (WIRE_FP8 ? 6 : 8)
+#endif
+constexpr int kWords = WORDS;  // of 16 bytes that a lane has in flight; 8 and decoding spill
 
 // Rows that peers staged in fp8 are decoded on their way; the own ones never were coded.
 //
@@ -211,8 +214,8 @@ struct Bring {
     }
 };
 
-// What the producer waits for: `gemm::run`'s `ready`. Movers end in bounded time, so this limit is one for a
-// broken kernel only; the tile is computed all the same.
+// What the producer waits for: `gemm::run`'s `ready`. Rows of a tall tile may be three counters'. Movers end
+// in bounded time, so this limit is one for a broken kernel only; the tile is computed all the same.
 template <int kBlockM>
 struct Come {
     static constexpr bool kWaits = true;
@@ -227,12 +230,17 @@ struct Come {
         return static_cast<int>(ptx::load_acquire_gpu(rows.there + block)) >= due;
     }
 
+    __device__ __forceinline__ bool are_there(int first, int last) const {
+        if (kBlockM > kCounted && last > first + 1 && !are_there(first + 1)) return false;
+        return are_there(first) && are_there(last);
+    }
+
     __device__ __forceinline__ void operator()(const gemm::Tile& tile) const {
         const int first = tile.row / kCounted,
                   last = (tile.row + gemm::least(tile.rows, kBlockM) - 1) / kCounted;
-        if (!(are_there(first) && are_there(last))) {
+        if (!are_there(first, last)) {
             const u64 begin = ptx::global_timer();
-            while (!(are_there(first) && are_there(last))) {
+            while (!are_there(first, last)) {
                 if (ptx::global_timer() - begin > 4 * group.timeout_ns) {
                     *status = 1;
                     break;

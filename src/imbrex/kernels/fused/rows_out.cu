@@ -3,7 +3,12 @@
 // exchange/stage.cu. The same bits.
 //
 // Why idle warps, and what else was tried: docs/fused-kernels.md.
+#if BLOCKS_M == 3  // tall tiles leave movers 56 registers, and so half of the words
+#define BESIDE 56
+#define WORDS (WIRE_FP8 ? 3 : 4)
+#else
 #define BESIDE 72
+#endif
 #include "fused/own_rows.cuh"
 #include "gemm/cut.cuh"
 #include "gemm/parts.cuh"

@@ -34,7 +34,7 @@ PRODUCTS = {
 def shipped_variants() -> list[Variant]:
     """One for every way that gate and up, and the gradient through down, are cut and stored."""
     choices = [c for c in gemm_choices() if c.epilogue in PRODUCTS.get(c.layout, ())]
-    choices = [c for c in choices if (c.wide or c.layout is Layout.FORWARD) and not c.tiling.is_tall]
+    choices = [c for c in choices if c.wide or c.layout is Layout.FORWARD]
     beside = [
         of_file(gemm_variant(c.layout, c.epilogue, c.tiling, True), file_of(fp8=fp8))
         for c in choices
