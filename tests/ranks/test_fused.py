@@ -19,7 +19,8 @@ from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.ffn.ffn import ffn
 from imbrex.kernels.fused import down_home, home, others_first
 from imbrex.kernels.fused.rows_out import bring_rows, rows_out, rows_out_once
-from imbrex.kernels.gemm.tiling import SHARED
+from imbrex.kernels.gemm.gemm import Tiling
+from imbrex.kernels.gemm.tiling import SHARED, choose_tiling
 from imbrex.overlap import Auto, Fused, Serial, tuner
 from imbrex.placement import contiguous
 from imbrex.schedule.choice import Choice
@@ -416,6 +417,28 @@ def test_others_rows_come_first(pool: Pool, train: bool, tokens: int, leaving: i
     for rank, (same, launched) in enumerate(pool.run(2, run_first, train, tokens, leaving, combine)):
         assert same == [True] * (5 + train)
         assert launched == (2 if rank < leaving and combine == "identity" else 0)
+
+
+def run_noting_means(ranks: Ranks) -> tuple[int, set[int]]:
+    """Rows in the mean as serial hears of them, and as all products of a fused step do."""
+    seen: set[int] = set()
+
+    def choose(*given: Any, **reading: Any) -> Tiling:
+        seen.add(reading["mean"])
+        return choose_tiling(*given, **reading)
+
+    with an_exchange(ranks) as (exchange, _), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("imbrex.kernels.ffn.products.choose_tiling", choose)
+        inputs = inputs_of(ranks.rank, 20 + ranks.rank)
+        dispatched = exchange.dispatch(*inputs)
+        y_TD = Fused().run(*inputs, exchange, Kernels(ranks.rank, train_down=True), None).y_TD
+        y_TD.float().sum().backward()
+        return dispatched.beside.mean_rows, seen
+
+
+def test_products_hear_how_many_rows_there_are_in_the_mean(pool: Pool) -> None:
+    """Memory has room for twice as many."""
+    assert pool.run(2, run_noting_means) == [(21 * CHOICES, {21 * CHOICES})] * 2
 
 
 def run_otherwise(ranks: Ranks) -> str:

@@ -120,6 +120,7 @@ class NvlinkDispatcher(NvlinkMeeting):
         self, plan: Part, x_TD: Tensor, weights_TK: Tensor, form: RowForm = RowForm.ROWS
     ) -> Crossing[Arrived]:
         cut = plan.backward and looks_for_nan() and not self.transport.capturing
+        mean_rows = plan.max_tokens * self.geometry.top_k * self.geometry.tensor_parallel
 
         def read(result: tuple[Any, Routed]) -> Arrived:
             arrived, routed = result
@@ -137,7 +138,6 @@ class NvlinkDispatcher(NvlinkMeeting):
             if cut:
                 there = slice(self._count_rows(routed))
                 rows_RD, weights_R = rows_RD[there], weights_R[there]
-            mean_rows = self.kernels_of(routed.max_tokens).shape.mean_rows(routed.max_tokens)
             if staged is not None:
                 looks = self.roles.first is not None and not is_coded(self.wire.combine)
                 own_e2 = plan.new_empty(self._slots, 2) if looks else None
