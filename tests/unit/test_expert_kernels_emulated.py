@@ -350,7 +350,7 @@ TALL_FAULTS = {
         "",
     ),
     "loaded over panels that leave": (
-        "if (stores.thread == 0) ptx::bulk_wait_read<0>();\n            ptx::named_barrier(1 + group, 128);\n"
+        "if (thread == 0) ptx::bulk_wait_read<0>();\n            ptx::named_barrier(1 + group, 128);\n"
         "            release_stage",
         "release_stage",
     ),

@@ -30,8 +30,6 @@ PAPER = {(8, 4096): "18", (8, 16384): "26", (4, 16384): "46"}
 MODEL = "mixtral"
 KINDS = {"rows": "forward", "sums": "forward+backward"}
 """The role that is fixed, and what is timed: gate and up whose rows come; dx that goes home."""
-WITH_HOST = "revision 539dd01"
-"""The run in whose every call ranks compared their roles, as in a first call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +73,6 @@ def find(options: Options) -> Finding:
             "backward. Blocks multiply as well, whatever n is.",
             "Ours are times over those of free roles: rows brought by all blocks, sums begun by 16. A number "
             "above 1 is what a fixed split costs. The paper's curves stand in a picture only.",
-            *_of_the_host(where),
         ),
         verdict=_verdict(sweeps),
         rows=rows,
@@ -182,16 +179,6 @@ def _line(sweep: Sweep, kind: str) -> tuple[str, ...]:
     way, over = f"{sweep.world // sweep.tensor} x {sweep.tensor}", sweep.over_free(kind)
     cells = (f"{over[n]:.3f}" if n in over else "" for n in SHOWN)
     return kind, sweep.model, way, str(sweep.tokens), str(sweep.best(kind)), *cells
-
-
-def _of_the_host(where: str) -> tuple[str, ...]:
-    """A sentence on committed times that hold more than they should."""
-    if WITH_HOST not in where:
-        return ()
-    return (
-        f"In {WITH_HOST} ranks compared their roles in every call, about 1 ms that no number of blocks "
-        "changes: ratios are nearer to 1 than those of the kernels.",
-    )
 
 
 def _verdict(sweeps: Sequence[Sweep]) -> tuple[str, ...]:

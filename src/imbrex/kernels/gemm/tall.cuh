@@ -81,16 +81,16 @@ __device__ __forceinline__ void store_third(const float (&d)[3 * C::kHalfSums], 
 template <class C, class Sink>
 __device__ __forceinline__ void consume_tall(const Problem& problem, const Shared<C>& shared,
                                              const Sink& sink, u32 patience) {
-    const int group = uniform(threadIdx.x / 128);
+    const int group = uniform(threadIdx.x / 128), thread = static_cast<int>(threadIdx.x % 128);
     u32 index = 0;
-    Stores<C> stores{0, group, static_cast<int>(threadIdx.x % 128)};
+    Stores<C> stores{0, group, thread};
     Slot tile = take_uniform<C>(shared, index, patience);
     while (tile.steps >= 0 && __all_sync(0xffffffffu, patience != 0)) {
         float d[3 * C::kHalfSums];
         const int rows = least(tile.rows - 64 * group, 64), third = least(tile.rows - 128, 64);
         if (rows <= 0) {
             pass_tile<C>(shared, tile, patience);
-            sink.passed(stores.thread);
+            sink.passed(thread);
         } else {
             u32 last;
             if (third > 0)
@@ -107,17 +107,17 @@ __device__ __forceinline__ void consume_tall(const Problem& problem, const Share
                 else
                     store_third<C, 1>(d, sink, stores, tile, third, problem.weights);
             }
-            if (stores.thread == 0) ptx::bulk_wait_read<0>();
+            if (thread == 0) ptx::bulk_wait_read<0>();
             ptx::named_barrier(1 + group, 128);
             release_stage<C>(shared.empty + 8 * last);
             // Of the third block's rows each group tells of half: all are told when both have stored theirs.
             const int told = third > 0 ? (third + 1 - group) / 2 : 0;
-            sink.sent(tile, tile.row + 64 * group, rows + told, stores.thread);
+            sink.sent(tile, tile.row + 64 * group, rows + told, thread);
         }
         tile = take_uniform<C>(shared, ++index, patience);
     }
-    if (stores.thread == 0) ptx::bulk_wait<0>();
-    sink.ended(stores.thread);
+    if (thread == 0) ptx::bulk_wait<0>();
+    sink.ended(thread);
     if (patience == 0) *problem.status = 1;
 }
 
