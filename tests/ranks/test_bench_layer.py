@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from imbrex.bench.layer import race
 from imbrex.bench.results import write_results
 from imbrex.cli import main
 from imbrex.launch import ranks as launch
@@ -131,3 +132,12 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
             Namespace(ranks=1, timeout=1.0), ["bench", "layer"], lambda *_: None, worker=False
         )
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("host_us", "wanted"), [(100.0, 3_000_000), (1000.0, 4_000_000), (1e5, 12_000_000)])
+def test_a_slow_host_gets_a_longer_pause(
+    monkeypatch: pytest.MonkeyPatch, host_us: float, wanted: int
+) -> None:
+    """Not a call that waits for the device, whose host takes ever longer."""
+    monkeypatch.setattr(race, "host_microseconds", lambda *_: host_us)
+    assert race.pause_of(lambda: None, 3_000_000) == wanted

@@ -51,6 +51,7 @@ FLOORS = FLOOR, OURS_ALONE, LOCAL, FUSED_LOCAL
 OPS = ("forward", "forward+backward")
 PAUSE_CYCLES = {"forward": 3_000_000, "forward+backward": 10_000_000}
 """The host queues a call while the GPU waits: about 1.5 and 5 ms."""
+CYCLES_OF_A_MICROSECOND = 2000
 CLOSE_ENOUGH = 0.02
 """Relative error between implementations: bfloat16 rounds at other places."""
 Answers = list[Tensor]
@@ -306,13 +307,14 @@ def time_in_turns(
     calls: Mapping[str, Callable[[], object]], pause_cycles: int, *, repeats: int, warmup: int = 2
 ) -> dict[str, list[float]]:
     """Microseconds of every call, all of them once a round in another order, the slowest rank's. The GPU
-    pauses so long while the host queues a call."""
+    pauses so long while the host queues a call, or longer where the host does."""
     align = torch.zeros(1, device="cuda")
+    pauses = {name: pause_of(call, pause_cycles) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     order = random.Random(1)  # the same on all ranks
     for turn in range(-warmup, repeats):
         for name, call in order.sample(list(calls.items()), len(calls)):
-            spent = device_microseconds(call, pause_cycles, lambda: dist.all_reduce(align))
+            spent = device_microseconds(call, pauses[name], lambda: dist.all_reduce(align))
             if turn >= 0:
                 times[name].append(spent)
     slowest = torch.tensor(list(times.values()), device="cuda")
@@ -343,7 +345,14 @@ def phases(runner: Race, entry: Entry, sms: Sequence[int], repeats: int = 5) -> 
     return {name: statistics.median(times) for name, times in times_by_name.items()}
 
 
-def host_microseconds(call: Call, pause_cycles: int, repeats: int = 5) -> float:
+def pause_of(call: Callable[[], object], least: int) -> int:
+    """Cycles in which the host can queue a call twice; `least` at least, and four times as many at most,
+    since a call that waits for the device would want ever more."""
+    call()  # the first one compiles and allocates
+    return min(4 * least, max(least, round(2 * CYCLES_OF_A_MICROSECOND * host_microseconds(call, least))))
+
+
+def host_microseconds(call: Callable[[], object], pause_cycles: int, repeats: int = 5) -> float:
     """The median time that the host takes to queue a call."""
     spent = []
     for _ in range(repeats):
