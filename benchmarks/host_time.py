@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ from imbrex import MoEConfig, MoELayer
 from imbrex.adapters.deep_ep import Buffer
 from imbrex.bench.results import check_results, describe_run, write_results
 from imbrex.bench.shapes import MODELS
-from imbrex.contracts import Dispatched
+from imbrex.contracts import Dispatched, RowForm
 from imbrex.exchange import agreement, recorded
 from imbrex.exchange import nvlink as exchange_room
 from imbrex.experts import experts as expert_room
@@ -58,6 +59,7 @@ from imbrex.kernels.gate import choose
 from imbrex.kernels.gate import logits as gate_logits
 from imbrex.kernels.gemm import gemm
 from imbrex.kernels.rows import weights
+from imbrex.overlap import fused
 from imbrex.transport.nvlink import Nvlink
 
 RESULTS = Path(__file__).parent / "results" / "host_time.json"
@@ -133,6 +135,7 @@ class OnGpu(expert_room.Experts):
     """Experts that take the kernels' way with tensors of a CPU."""
 
     unchanged = True  # type: ignore[assignment]
+    forms = RowForm.ROWS, RowForm.UNDER_WAY  # type: ignore[assignment]
 
     def forward(self, dispatched: Dispatched) -> Tensor:
         handle, counts_e = dispatched.handle, dispatched.counts_e
@@ -162,6 +165,7 @@ def idle() -> None:
     agreement.find_bad_value = lambda *given: (0, 0, 0, 0)  # on a GPU nobody looks at values
     expert_room.pick_implementation = lambda *names: ("kernels", "on a GPU")
     glue._blocks = lambda device: 1056  # type: ignore[assignment]
+    fused.why_not_exchange = lambda exchange: None  # one rank has nothing to bring
     weights.spread = exchange_room.spread = weights.run_spread
     # On a GPU memory comes back, where calls on record look for it.
     recorded.new_piece = functools.cache(lambda nbytes, device: torch.empty(nbytes, dtype=torch.uint8))
@@ -172,15 +176,14 @@ def idle() -> None:
 def _nothing(device: int) -> None: ...
 
 
-def make_layer(model: str, tokens: int) -> MoELayer:
+def make_layer(model: str, tokens: int, schedule: str = "serial") -> MoELayer:
     shape = MODELS[model]
     config = MoEConfig(
         hidden_size=WIDTH, intermediate_size=WIDTH, num_experts=shape.num_experts, top_k=shape.top_k
     )
     group = dist.group.WORLD
-    layer = MoELayer(
-        config, group, transport=IdleNvlink(group, max_tokens=tokens), experts="loop", dtype=torch.bfloat16
-    )
+    kind = {"schedule": schedule, "experts": "loop", "dtype": torch.bfloat16}
+    layer = MoELayer(config, group, transport=IdleNvlink(group, max_tokens=tokens), **kind)
     layer.experts.__class__ = OnGpu
     layer.experts.implementation = "kernels"
     return layer
@@ -253,11 +256,11 @@ def count(call: Callable[[], Any], calls: int = 50) -> tuple[pstats.Stats, float
     return stats, stats.total_calls / calls, operators  # type: ignore[attr-defined]
 
 
-def make_gpu_layers(model: str, tokens: int, number: int) -> list[MoELayer]:
+def make_gpu_layers(model: str, tokens: int, number: int, schedule: str = "serial") -> list[MoELayer]:
     group = dist.group.WORLD
     torch.manual_seed(0)
     config = MoEConfig(**asdict(MODELS[model]))
-    kind = {"experts": "kernels", "dtype": torch.bfloat16, "device": "cuda"}
+    kind = {"schedule": schedule, "experts": "kernels", "dtype": torch.bfloat16, "device": "cuda"}
     transport = Nvlink(group, max_tokens=max(512, tokens))
     return [MoELayer(config, group, transport=transport, **kind) for _ in range(number)]
 
@@ -307,8 +310,11 @@ def on_gpu(model: str, tokens: int, repeats: int, lines: int) -> list[dict[str, 
     rows += [share_of(row, STACK) for row in measure(stack, case, repeats, torch.cuda.synchronize)]
     if lines:
         print_profile(step, lines)
+    layers += (fusing := make_gpu_layers(model, tokens, 1, "fused"))
+    fused.why_not_exchange = lambda exchange: None  # one rank has nothing to bring, by the same launches
+    rows += fused_on_gpu(fusing[0], needs, d_y, case, repeats)
     torch.autograd.set_multithreading_enabled(True)
-    for _ in range(3):
+    for layer in (layers[0], layers[0], *fusing, *fusing):
         y = layer(needs)
         y.backward(d_y)
         print("bits", checksum([y, needs.grad, *(p.grad for p in layer.parameters())]))
@@ -317,6 +323,17 @@ def on_gpu(model: str, tokens: int, repeats: int, lines: int) -> list[dict[str, 
     for layer in layers:
         layer.close()
     return rows
+
+
+def fused_on_gpu(
+    layer: MoELayer, needs: Tensor, d_y: Tensor, case: dict[str, Any], repeats: int
+) -> list[dict[str, Any]]:
+    """Rows of the same calls of a fused layer, from a record, and by tasks as if nobody recorded any."""
+    forward, step = forward_and_step(layer, needs, d_y)
+    rows = measure({"fused forward": forward, "fused step": step}, case, repeats, torch.cuda.synchronize)
+    with mock.patch.object(recorded.Recorder, "run", return_value=None):
+        calls = {"fused forward, by tasks": forward, "fused step, by tasks": step}
+        return rows + measure(calls, case, repeats, torch.cuda.synchronize)
 
 
 def step_of(layers: Sequence[MoELayer], needs: Tensor, d_y: Tensor) -> Callable[[], None]:
@@ -491,17 +508,16 @@ def main() -> None:
     idle()
     folder = tempfile.mkdtemp()
     dist.init_process_group("gloo", init_method=f"file://{Path(folder, 'store')}", rank=0, world_size=1)
-    layer = make_layer(args.model, args.tokens)
     x = torch.randn(args.tokens, WIDTH, dtype=torch.bfloat16)
     needs, d_y = x.requires_grad_(), torch.randn_like(x)
-    forward, step = forward_and_step(layer, needs, d_y)
-
-    if args.steps:
-        for _ in range(args.steps):
-            step()
-        os._exit(0)
-    report("forward", forward, args.repeats, args.profile)
-    report("training step", step, args.repeats, args.profile)
+    for schedule in ("serial", "fused"):
+        forward, step = forward_and_step(make_layer(args.model, args.tokens, schedule), needs, d_y)
+        if args.steps:
+            for _ in range(args.steps):
+                step()
+            os._exit(0)
+        report(f"{schedule} forward", forward, args.repeats, args.profile)
+        report(f"{schedule} training step", step, args.repeats, args.profile)
     time_deep_ep(args.model, args.tokens, args.repeats, args.profile)
     os._exit(0)
 

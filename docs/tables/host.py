@@ -10,6 +10,10 @@ CALLS = {
     "step": "forward and backward",
     "step, one thread": "the same, with `torch.autograd.set_multithreading_enabled(False)`",
     "step, one of 8 layers": "forward and backward, of eight layers in a row one",
+    "fused forward": "a fused forward without gradients",
+    "fused step": "fused forward and backward",
+    "fused forward, by tasks": "a fused forward without a record",
+    "fused step, by tasks": "fused forward and backward without records",
 }
 HEAD = (
     "tokens",

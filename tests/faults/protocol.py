@@ -154,9 +154,9 @@ PROTOCOL = [
         "a-first-record-without-a-meeting",
         "exchange/recorded.py",
         "a rank that makes its record does not meet one that makes steps and promises nothing",
-        """            self._agree_on_rows()
-            home = {""",
-        """            home = {""",
+        """                self._agree_on_rows(dispatcher)
+                home = {""",
+        """                home = {""",
         ("ranks/test_recorded.py::test_ranks_may_differ_and_hear_of_each_other",),
     ),
     Fault(

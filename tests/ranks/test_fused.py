@@ -297,7 +297,7 @@ def run_compiled(
         return down_home.down_and_sums(*args, **options)
 
     with an_exchange(ranks) as (exchange, launches), real_empty(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("imbrex.exchange.layer_op.rows_out", bring)
+        patch.setattr("imbrex.exchange.fused_call.rows_out", bring)
         if sums:
             patch.setattr("imbrex.exchange.nvlink.why_not_sums", lambda *_: None)
             patch.setattr("imbrex.exchange.nvlink.down_and_sums", launch)

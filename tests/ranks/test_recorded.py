@@ -225,7 +225,7 @@ def say_by_default(ranks: Ranks) -> list[str]:
     with a_layer(ranks, 256) as layer:
         experts, dispatcher = layer.experts, layer.exchange.dispatcher
         about, observer = dispatcher.about_whole, dispatcher.observer
-        said = [about(experts, "serial"), about(experts, "fused")]
+        said = [about(experts, "serial"), about(experts, "optsche-2")]
         dispatcher.observer = SimpleNamespace(enabled=True)  # type: ignore[assignment]
         said.append(about(experts, "serial"))
         dispatcher.observer = observer
@@ -255,7 +255,7 @@ def say_one_kernel(ranks: Ranks) -> list[str]:
     """What is said of the one kernel, as the layer is made and where something is against it."""
     with a_layer(ranks, 256, one_kernel=True) as layer:
         about, experts = layer.exchange.dispatcher.about_whole, layer.experts
-        said = [about(experts, "serial"), about(experts, "fused"), about(torch.nn.Identity(), "serial")]
+        said = [about(experts, "serial"), about(experts, "optsche-2"), about(torch.nn.Identity(), "serial")]
         experts.one_launch = False
         said.append(about(experts, "serial"))
         experts.one_launch, experts.implementation = None, "kernels-fp8"
@@ -273,7 +273,7 @@ def say_one_kernel(ranks: Ranks) -> list[str]:
 def test_what_takes_one_kernel_is_said(pool: Pool) -> None:
     asked = ": one_kernel is asked for"
     why = [
-        "schedule 'fused' takes steps apart",
+        "schedule 'optsche-2' takes steps apart",
         "experts are not imbrex's own, or a hook reads them",
         "two launches are asked for as well (experts.one_launch)",
         "experts are computed by 'kernels-fp8', not by 'kernels'",

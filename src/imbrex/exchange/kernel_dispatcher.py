@@ -21,6 +21,7 @@ class KernelDispatcher(Dispatcher, Protocol):
     placed: KernelPlacement
     sms: Sms
     sms_home: Sms
+    fuses: bool
 
     @property
     def choosing(self) -> Choosing: ...

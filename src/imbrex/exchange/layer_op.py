@@ -27,14 +27,11 @@ from torch.library import Library, custom_op, register_fake
 from imbrex.contracts import Routing, RowForm
 from imbrex.exchange.alone_recorded import adds, serves_few
 from imbrex.exchange.autograd import complete, dispatcher_by, sizes_of_run
-from imbrex.kernels.exchange.lease import Staged
-from imbrex.kernels.ffn.ffn import Saved, can_bring_gradient, ffn_gradients, run_ffn
+from imbrex.exchange.fused_call import run_backward, run_forward
+from imbrex.kernels.ffn.ffn import run_ffn
 from imbrex.kernels.ffn.glue import COUNTERS, Groups
 from imbrex.kernels.ffn.tokens import ffn_in_place
-from imbrex.kernels.fused.rows_out import rows_out
-from imbrex.kernels.gemm.gemm import ALONE
 from imbrex.runtime.compiling import tell_compiling
-from imbrex.runtime.deferred import Deferral
 
 
 def fused_layer(
@@ -66,21 +63,11 @@ def run_fused(
     key: int,
     keep: bool,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return y_TD, and what the backward needs: rows_RD, weights_R, gate_up_RG (empty unless `keep`), the
-    plan of the experts' groups, and the state of the crossings."""
+    """Return y_TD, and what the backward needs, as `fused_call.run_forward`."""
     dispatcher = dispatcher_by(key).fusing(inner=down_eDF.shape[2])
     (plan,) = dispatcher.agree([(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))])
-    arrived = complete(dispatcher.dispatch(plan, x_TD, weights_TK, RowForm.UNDER_WAY))
-    weights_R, rows_RD = arrived.weights_R, arrived.rows_RD
-    work = rows_RD, gate_up_eGD, down_eDF, arrived.counts_e, weights_R, keep
-    left: list[Any] = []
-    staged = isinstance(arrived.beside, Staged)
-    beside = rows_out(arrived.beside)._replace(leave=left.append) if staged else None
-    out_RD, gate_up_RG, groups = run_ffn(*work, beside, None if staged else arrived.beside)
-    addend, y_TD = None if addend_TD is None else lambda: addend_TD, x_TD.new_empty(x_TD.shape)
-    sums = out_RD, None, arrived.state, x_TD.shape[0], addend, y_TD
-    complete(dispatcher.combine_beside(left, *sums))
-    return y_TD, [rows_RD, weights_R, gate_up_RG, groups, *arrived.state]
+    inputs = x_TD, weights_TK, addend_TD
+    return run_forward(dispatcher, plan, inputs, (gate_up_eGD, down_eDF), keep=keep)
 
 
 fused_op = custom_op("imbrex::fused", run_fused, mutates_args=())
@@ -111,31 +98,7 @@ def run_fused_backward(
     """Return d_x_TD, d_weights_TK, d_gate_up_eGD and d_down_eDF. needs: whether the gradients of gate_up and
     of down are needed; one that is not is empty."""
     dispatcher = dispatcher_by(key).fusing(None)
-    rows_RD, weights_R, gate_up_RG, groups, *state = saved
-    dy = d_y_TD.contiguous(), weights_R, state
-    if can_bring_gradient(down_eDF):
-        d_y_RD, staged = complete(dispatcher.combine_backward_beside(*dy))
-    else:
-        d_y_RD, staged = complete(dispatcher.combine_backward(dy[0], None, *dy[1:]))[0], None
-    beside = ALONE if staged is None else rows_out(staged)
-    saved_by_ffn = Saved(rows_RD, gate_up_eGD, down_eDF, groups, weights_R, gate_up_RG)
-    deferral, (need_gate_up, need_down) = Deferral(early=True) if all(needs) else None, needs
-    d_rows_RD, d_gate_up, d_down, d_weights_R = ffn_gradients(
-        d_y_RD, saved_by_ffn, (True, need_gate_up, need_down), deferral=deferral, beside=beside
-    )
-    out = d_y_TD.new_empty(d_y_TD.shape), weights_R.new_empty(d_y_TD.shape[0], top_k)
-    arguments = d_rows_RD, d_weights_R, state, d_y_TD.shape[0], out
-    if deferral is None:
-        complete(dispatcher.dispatch_backward(*arguments))
-        return *out, d_gate_up, d_down
-    complete(dispatcher.dispatch_backward_beside(deferral, *arguments))
-    weights = gate_up_eGD, down_eDF
-    gradients = deferral.gradients(weights)
-    # A gradient is None on a rank without slots, or without room for rows.
-    d_gate_up, d_down = (
-        w.new_zeros(w.shape) if d is None else d for w, d in zip(weights, gradients, strict=True)
-    )
-    return *out, d_gate_up, d_down
+    return run_backward(dispatcher, d_y_TD, saved, (gate_up_eGD, down_eDF), top_k, needs)
 
 
 fused_backward_op = custom_op("imbrex::fused_backward", run_fused_backward, mutates_args=())

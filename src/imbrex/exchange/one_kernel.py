@@ -49,7 +49,7 @@ def about_one_kernel(dispatcher: KernelDispatcher, experts: Any, schedule: str, 
 
 def _why_never(dispatcher: KernelDispatcher, experts: Any, schedule: str) -> str | None:
     """Why no batch of this schedule is dispatched and computed in one kernel, or `None`."""
-    if schedule != "serial":
+    if schedule not in ("serial", "fused"):
         return f"schedule '{schedule}' takes steps apart"
     if not surely_fit(experts) or not experts.inputs_unchanged:
         return "experts are not imbrex's own, or a hook reads them"

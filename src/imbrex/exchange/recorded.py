@@ -28,14 +28,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from imbrex.contracts import Handle, Routing, RowForm
-from imbrex.exchange import autograd
+from imbrex.contracts import Handle, Roles, Routing, RowForm
+from imbrex.exchange import autograd, fused_call
 from imbrex.exchange.autograd import StartedCrossing
 from imbrex.exchange.kernel_dispatcher import KernelDispatcher
 from imbrex.exchange.nvlink_fit import DTYPE, Part, is_coded, row_capacity_for, why_not_whole
 from imbrex.exchange.one_kernel import about_one_kernel, why_apart
 from imbrex.exchange.recorded_memory import (
+    Between,
     Memory,
+    Places,
     Scratch,
     can_be_added,
     memory_of,
@@ -46,10 +48,17 @@ from imbrex.exchange.recorded_memory import (
 from imbrex.experts.experts import surely_fit
 from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.exchange import NvlinkExchange
-from imbrex.kernels.exchange.groups import RowGroups
 from imbrex.kernels.exchange.launches import Sums
 from imbrex.kernels.ffn import both
-from imbrex.kernels.ffn.ffn import Saved, Slots, ffn, ffn_backward, run_gradients, run_products
+from imbrex.kernels.ffn.ffn import (
+    Saved,
+    Slots,
+    can_bring_gradient,
+    ffn,
+    ffn_backward,
+    run_gradients,
+    run_products,
+)
 from imbrex.kernels.ffn.glue import Groups
 from imbrex.kernels.fused.few import dispatching_sms, run_few, why_not_few
 from imbrex.kernels.gemm.gemm import check_products
@@ -59,6 +68,7 @@ from imbrex.kernels.records import recording, repeatable
 from imbrex.kernels.routing.routed import Routed, Sizes
 from imbrex.kernels.rows.weights import run_spread
 from imbrex.runtime.deferred import recording as recording_gradients
+from imbrex.runtime.gradients import saves_elsewhere
 from imbrex.runtime.members import member
 from imbrex.runtime.tracing import Node, differentiated, once_differentiable, seen, traced
 
@@ -70,12 +80,17 @@ MOST_RECORDS = 256
 BLANKS = {
     lay.Small: {(1, "route.ids"): 0, (1, "route.weights"): 1, (1, "x"): 2},
     lay.Expert: {(1, "route.ids"): 0, (1, "route.weights"): 1, (1, "pull.x"): 2},
+    lay.Stage: {(1, "route.ids"): 0, (1, "route.weights"): 1, (1, "pull.x"): 2},
     lay.Reduce: {(1, "out"): 0},
 }
 """Arguments that differ from call to call, by the struct of their launch, and their order."""
 BLANKS_ADDED = {(1, "out"): 0, (1, "addend"): 1}
 """Arguments of the last launch that differ, if it adds something to the sums."""
-BLANKS_BACK = {lay.Pull: {(1, "x"): 0}, lay.Reduce: {(1, "out"): 0, (1, "values_out"): 1}}
+BLANKS_BACK = {
+    lay.Pull: {(1, "x"): 0},
+    lay.StageAgain: {(1, "pull.x"): 0},
+    lay.Reduce: {(1, "out"): 0, (1, "values_out"): 1},
+}
 """Arguments that differ from backward to backward."""
 
 
@@ -93,7 +108,8 @@ class Pattern(NamedTuple):
     """The calls of a dispatcher that differ in nothing but addresses. size: the part of their records' keys
     that tells them from others. key: the dispatcher's. choices: K. one_launch: that of the experts.
     small: whether one kernel routes and moves. one_kernel: whether it is to compute the experts as well; such
-    calls are captured, too."""
+    calls are captured, too. roles: of kernels that move rows and multiply, `None` in a serial call.
+    mean_rows: of a rank."""
 
     memory: Memory
     size: Any
@@ -102,21 +118,17 @@ class Pattern(NamedTuple):
     one_launch: bool | None
     small: bool
     one_kernel: bool
+    roles: Roles | None
+    mean_rows: int
+
+    @property
+    def moves_beside(self) -> bool:
+        """Whether rows come beside gate and up."""
+        return self.roles is not None and not self.small
 
 
-class _Places(NamedTuple):
-    """Where a forward that is recorded writes. gate_up_RG: `None` if it is not kept."""
-
-    routed: Routed
-    rows_RD: Tensor
-    groups: RowGroups
-    gate_up_RG: Tensor | None
-    act_RF: Tensor
-    out_RD: Tensor
-
-
-Call = tuple[NvlinkExchange, Part, Pattern]
-"""A call that ranks have agreed upon."""
+Call = tuple[Any, NvlinkExchange, Part, Pattern]
+"""A call that ranks have agreed upon, and the dispatcher that asked them."""
 
 
 def _sizes(shape: lay.Shape) -> Sizes:
@@ -159,19 +171,27 @@ class Recorder:
         return about_one_kernel(self.dispatcher, experts, schedule, self._apart)
 
     def run(
-        self, x_TD: Tensor, routing: Routing, experts: Any, addend: Callable[[], Tensor] | None = None
+        self,
+        dispatcher: KernelDispatcher,
+        x_TD: Tensor,
+        routing: Routing,
+        experts: Any,
+        addend: Callable[[], Tensor] | None = None,
     ) -> Tensor | None:
         """Run the whole call: y_TD, or `None` if the caller is to take its steps one by one, of which no rank
-        has heard yet. addend: computes what is added to the output. It runs before the dispatch, and of the
-        calls that return `None` in those alone whose addend cannot be added to tokens."""
+        has heard yet. dispatcher: the own one, or its copy for calls whose kernels move rows and multiply.
+        addend: computes what is added to the output. It runs before the dispatch, and of the calls that
+        return `None` in those alone whose addend cannot be added to tokens."""
         weights = self._weights_of(x_TD, routing, experts)
         if weights is None:
             return None
-        dispatcher, leaves = self.dispatcher, (x_TD, routing.weights_TK, *weights)
+        fuses, leaves = dispatcher.fuses, (x_TD, routing.weights_TK, *weights)
         keep, in_graph = differentiated(*leaves), dispatcher.transport.capturing
         if keep and (in_graph or experts.gradient_sums is not None or recording_gradients(weights[0])):
             return None
         what = experts.one_launch, weights[1].shape
+        if fuses and keep and saves_elsewhere():
+            return None
         if in_graph and why_apart(dispatcher, x_TD.shape[0], *what) is not None:
             return None  # the rank with most has at least as many tokens
         added_TD = None if addend is None else addend()
@@ -179,22 +199,23 @@ class Recorder:
             if not can_be_added(added_TD, x_TD):
                 return None
             keep = keep or differentiated(added_TD)
-        dispatcher.promise = True
+        dispatcher.promise = not fuses  # where kernels do both nobody asks
         part = dispatcher.meet(x_TD, routing)
-        kernels = dispatcher.kernels_for(part)
-        size = kernels.serial, *part[1:], keep, *what, dispatcher.transport.one_kernel
+        kernels, roles = dispatcher.kernels_for(part), dispatcher.roles if fuses else None
+        size = kernels.serial, *part[1:], keep, *what, dispatcher.transport.one_kernel, roles
         pattern = self._patterns.get(size)
         if pattern is None:
-            memory = self._plan(kernels, part, weights, keep)
+            memory = self._plan(dispatcher, kernels, part, weights, keep)
             if memory is None or sum(memory.nbytes) > MOST_BYTES:
-                return self._by_steps(part, x_TD, routing, weights, added_TD, what[0])
-            small, choices = part.is_small, routing.ids_TK.shape[1]
+                return self._by_steps(dispatcher, part, x_TD, routing, weights, added_TD, what[0])
+            small, mean_rows = part.is_small, kernels.shape.mean_rows(part.max_tokens)
             in_one = small and not keep and why_apart(dispatcher, part.max_tokens, *what) is None
-            pattern = Pattern(memory, size, dispatcher.key, choices, what[0], small, in_one)
+            about = dispatcher.key, routing.ids_TK.shape[1], what[0]
+            pattern = Pattern(memory, size, *about, small, in_one, roles, mean_rows)
             self._patterns[size] = pattern
         if in_graph and not pattern.one_kernel:
-            return self._by_steps(part, x_TD, routing, weights, added_TD, what[0])
-        call = kernels, part, pattern
+            return self._by_steps(dispatcher, part, x_TD, routing, weights, added_TD, what[0])
+        call = dispatcher, kernels, part, pattern
         if keep:
             y_TD: Any = _Whole.apply(*leaves, added_TD, (self, call, routing.ids_TK))
             return y_TD
@@ -213,7 +234,7 @@ class Recorder:
         """Launch the kernels of a call, from a record if there is one: y_TD, and the pieces of memory.
         tokens: they, their ids and their weights. weights: the experts'. added_TD: what is added to the sums,
         or `None`. again: whether it may be from a record, which a graph does not capture."""
-        (kernels, _, pattern), (x_TD, ids_TK, weights_TK) = call, tokens
+        (dispatcher, kernels, _, pattern), (x_TD, ids_TK, weights_TK) = call, tokens
         pieces = [new_piece(nbytes, x_TD.device) for nbytes in pattern.memory.nbytes]
         y_TD = torch.empty_like(x_TD)
         buffer = 0 if pattern.small else kernels.next_buffer("pull", peek=True)
@@ -227,8 +248,8 @@ class Recorder:
             kernels.launch_again(record.first, record.kinds, *begins)
             launch_all(record.between)
             check_products(x_TD.get_device())
-            if not self.dispatcher.promised:
-                self._agree_on_rows()
+            if not (dispatcher.promised or dispatcher.fuses):
+                self._agree_on_rows(dispatcher)
             ends = () if added_TD is None else (added_TD.data_ptr(),)
             kernels.launch_again(record.last, ("combine",), y_TD.data_ptr(), *ends)
         return y_TD, pieces
@@ -261,28 +282,39 @@ class Recorder:
         self._served = shape
         return True
 
+    @staticmethod
     def _plan(
-        self, kernels: NvlinkExchange, part: Part, weights: Sequence[Tensor], keep: bool
+        dispatcher: KernelDispatcher,
+        kernels: NvlinkExchange,
+        part: Part,
+        weights: Sequence[Tensor],
+        keep: bool,
     ) -> Memory | None:
         """The memory of calls of this size. `None` if routing and rows take two launches, if the host waits
         to hear how many rows there are, or if the kernels check everything (`debug`)."""
-        dispatcher, (slots, width, inner) = self.dispatcher, weights[1].shape
+        slots, width, inner = weights[1].shape
         shape, room = kernels.shape, row_capacity_for(kernels.shape, part.max_tokens)
-        if kernels.debug or dispatcher.counts_first(part, room):
+        beside = dispatcher.fuses and not part.is_small
+        counts = dispatcher.transport.exact_rows if beside else dispatcher.counts_first(part, room)
+        if kernels.debug or counts:
             return None
         if part.is_small:
             few = min(shape.max_tokens, lay.SMALL_TOKENS)
             return memory_of(_sizes(shape), few, shape.row_capacity, room, (slots, width, inner), keep=keep)
-        if kernels.place_of_routing(width * DTYPE.itemsize, dispatcher.sms.dispatch) is None:
+        if not beside and kernels.place_of_routing(width * DTYPE.itemsize, dispatcher.sms.dispatch) is None:
             return None
-        return memory_of(_sizes(shape), shape.max_tokens, room, room, (slots, width, inner), keep=keep)
+        sizes = _sizes(shape), shape.max_tokens, room, room, (slots, width, inner)
+        return memory_of(*sizes, keep=keep, beside=beside)
 
-    def _agree_on_rows(self) -> None:
-        if not (self.dispatcher.promised or self.dispatcher.transport.capturing):  # as the exchange does
-            self.dispatcher.agree_on_rows(None, DTYPE)
+    @staticmethod
+    def _agree_on_rows(dispatcher: KernelDispatcher) -> None:
+        agreed = dispatcher.promised or dispatcher.fuses
+        if not (agreed or dispatcher.transport.capturing):  # as the exchange does
+            dispatcher.agree_on_rows(None, DTYPE)
 
     def _by_steps(
         self,
+        dispatcher: Any,
         part: Part,
         x_TD: Tensor,
         routing: Routing,
@@ -291,7 +323,14 @@ class Recorder:
         one_launch: bool | None,
     ) -> Tensor:
         """Take the steps of a call that ranks have agreed upon, and that cannot be recorded: y_TD."""
-        dispatcher, inputs = self.dispatcher, (x_TD, routing.weights_TK)
+        inputs = x_TD, routing.weights_TK
+        if dispatcher.fuses:
+            if differentiated(*inputs, *weights, added_TD):
+                y_TD: Any = fused_call.FusedSteps.apply(
+                    *inputs, *weights, added_TD, (dispatcher, part, one_launch)
+                )
+                return y_TD
+            return fused_call.run_forward(dispatcher, part, (*inputs, added_TD), weights, keep=False)[0]
         with torch.no_grad():
             begun = StartedCrossing(dispatcher.dispatch(part, *inputs, RowForm.ROWS))
         arrived = autograd.dispatch(*inputs, routing.ids_TK, dispatcher.key, begun)
@@ -299,7 +338,7 @@ class Recorder:
         if isinstance(beside, Groups):
             beside.one_launch = one_launch
         out_RD = ffn(rows_RD, *weights, counts_e, weights_R=weights_R, beside=beside)
-        self._agree_on_rows()
+        self._agree_on_rows(dispatcher)
         known = {"weights_R": weights_R, "state": tuple(state), "maker": dispatcher.key}
         return autograd.combine(out_RD, Handle(num_tokens=len(x_TD), **known), added_TD, weighted=True)
 
@@ -314,24 +353,20 @@ class Recorder:
         y_TD: Tensor,
     ) -> None:
         """Launch the kernels of a call in the usual way, and keep the record."""
-        kernels, _, pattern = call
-        memory = pattern.memory
-        words, rows_RD, *groups, gate_up_RG, act_RF, out_RD = (place.of(pieces) for place in memory[:9])
-        places = _Places(
-            Routed.of_words(words, _sizes(kernels.shape)),
-            rows_RD,
-            RowGroups(*groups),
-            gate_up_RG if len(gate_up_RG) else None,
-            act_RF,
-            out_RD,
-        )
+        dispatcher, kernels, _, pattern = call
+        places = Places.of(pattern.memory, pieces, _sizes(kernels.shape))
         with recording() as tape:
-            sums: Sums = {"weighted": False, "addend": added_TD}
-            launches = self._launch_rows(call, places, tokens, weights, sums)
-            self._agree_on_rows()
-            home = {"num_sms": self.dispatcher.sms.combine, "out": y_TD}
-            kernels.combine(out_RD, places.routed, **home, **sums)
-        if len(tape) != launches + 1 or self.dispatcher.transport.capturing:
+            if pattern.moves_beside:
+                what = tokens, weights, places, y_TD, added_TD, pattern.mean_rows
+                fused_call.launch_forward(dispatcher, kernels, *what)
+                launches = len(tape) - 1
+            else:
+                sums: Sums = {"weighted": False, "addend": added_TD}
+                launches = self._launch_rows(call, places, tokens, weights, sums)
+                self._agree_on_rows(dispatcher)
+                home = {"num_sms": dispatcher.sms.combine, "out": y_TD}
+                kernels.combine(places.out_RD, places.routed, **home, **sums)
+        if len(tape) != launches + 1 or dispatcher.transport.capturing:
             return  # no tape records the portable products, and a graph's memory is its own
         first, *between, last = tape
         kinds = ("small",) if pattern.small else ("pull", "route")
@@ -341,18 +376,24 @@ class Recorder:
     def _launch_rows(
         self,
         call: Call,
-        places: _Places,
+        places: Places,
         tokens: tuple[Tensor, Tensor, Tensor],
         weights: tuple[Tensor, Tensor],
         sums: Sums,
     ) -> int:
         """Launch a dispatch and the experts of its rows: how many launches these are. sums: options of the
         combine behind, to which those that follow are added."""
-        (kernels, part, (*_, one_launch, small, one_kernel)), sms = call, self.dispatcher.sms
-        choosing = self.dispatcher.choosing
-        routed, rows_RD, row_groups, gate_up_RG, act_RF, out_RD = places
-        mean_rows = kernels.shape.mean_rows(part.max_tokens)
-        about = {"expected": mean_rows if small else 0, "mean_rows": mean_rows, "one_launch": one_launch}
+        dispatcher, kernels, _, pattern = call
+        sms, choosing, small, one_kernel = (
+            dispatcher.sms,
+            dispatcher.choosing,
+            pattern.small,
+            pattern.one_kernel,
+        )
+        routed, rows_RD, row_groups, gate_up_RG, act_RF, out_RD, *_ = places
+        mean_rows = pattern.mean_rows
+        about: Any = {"one_launch": pattern.one_launch}
+        about |= {"expected": mean_rows if small else 0, "mean_rows": mean_rows}
         plan = Groups(row_groups.plan, hits=row_groups.hits, **about)
         how = {"sizes": weights[1].shape[1:], "keep": gate_up_RG is not None, "elsewhere": False}
         why_two = both.why_not_both(plan, **how)
@@ -360,7 +401,7 @@ class Recorder:
         if one_kernel:
             self._apart = why_two
         if not small:
-            load = self.dispatcher.transport.load
+            load = dispatcher.transport.load
             kernels.dispatch_expert(*tokens, sms.dispatch, out=rows_RD, routed=routed, **choosing)
             run_spread(routed, len(rows_RD), len(weights[1]), row_groups, load=load)
         elif one_kernel and in_one and (behind := self._launch_few(call, places, tokens, weights)):
@@ -379,13 +420,13 @@ class Recorder:
     def _launch_few(
         self,
         call: Call,
-        places: _Places,
+        places: Places,
         tokens: tuple[Tensor, Tensor, Tensor],
         weights: tuple[Tensor, Tensor],
     ) -> int:
         """Launch the dispatch of a small batch and its experts in one, if that can be: the `behind` of its
         sums, else 0."""
-        (kernels, part, _), dispatcher = call, self.dispatcher
+        dispatcher, kernels, part, _ = call
         memory = places.rows_RD[None], places.routed
         sms = dispatching_sms(part.max_tokens, dispatcher.sms.small)
         small = kernels.small_call((*tokens, None), sms, places.groups, memory, dispatcher.choosing)
@@ -415,14 +456,17 @@ class Recorder:
         dispatcher = self.dispatcher
         if dispatcher.observer.enabled or dispatcher.transport.capturing:
             return None
+        if pattern.roles is not None and not all(needs[2:]):
+            return None
         scratch = self._scratches.get(size)
         if scratch is None:
-            scratch = self._plan_back(memory, weights[1])
+            scratch = self._plan_back(pattern, saved)
             if scratch is None:
                 return None
             self._scratches[size] = scratch
         kernels, d_y_TD = dispatcher.kernels_of(memory.tokens), d_y_TD.contiguous()
-        tokens, between, home = d_y_TD.shape[0], new_piece(scratch.nbytes, piece.device), needs[0] or needs[1]
+        tokens, between = d_y_TD.shape[0], new_piece(scratch.nbytes, piece.device)
+        home = needs[0] or needs[1] or pattern.roles is not None  # as all who fuse send it
         d_x_TD = torch.empty_like(d_y_TD) if home else None
         d_weights_TK = d_y_TD.new_empty(tokens, choices, dtype=torch.float32) if home else None
         gradients = [new_gradient(w) if need else None for w, need in zip(weights, needs[2:], strict=True)]
@@ -430,9 +474,9 @@ class Recorder:
         key = size, kernels.serial, needs, tokens, kernels.next_buffer("pull", peek=True), *at
         record, results = self._records.get(key), (d_x_TD, d_weights_TK)
         if record is None:
-            self._launch_back_recording(
-                key, kernels, (memory, scratch), (piece, between), weights, d_y_TD, results, gradients
-            )
+            what = d_y_TD, results, gradients
+            places = Between.of(scratch, between)
+            self._launch_back_recording(key, kernels, pattern, saved, places, *what)
         else:
             kernels.launch_again(record.first, record.kinds, d_y_TD.data_ptr())
             launch_all(record.between)
@@ -441,45 +485,59 @@ class Recorder:
                 kernels.launch_again(record.last, ("combine",), d_x_TD.data_ptr(), d_weights_TK.data_ptr())
         return [d_x_TD if needs[0] else None, d_weights_TK if needs[1] else None, *gradients]
 
-    def _plan_back(self, memory: Memory, down_eDF: Tensor) -> Scratch | None:
+    def _plan_back(self, pattern: Pattern, saved: Sequence[Tensor]) -> Scratch | None:
         """The memory of a backward. `None` if rows cross in fp8, if products are the portable ones, which no
-        tape records, or if it is too much."""
-        wire, device = self.dispatcher.wire, down_eDF.get_device()
+        tape records, if it is too much, or if weights' gradients are to come last and cannot."""
+        wire, down_eDF, home = self.dispatcher.wire, saved[-1], pattern.roles is not None
         coded = is_coded(wire.combine_backward) or is_coded(wire.dispatch_backward)
-        if coded or is_portable(device):
+        if coded or is_portable(down_eDF.get_device()):
             return None
-        scratch = scratch_of(memory, down_eDF)
+        if home and fused_call.why_not_last(_saved_of(pattern, saved)[0]) is not None:
+            return None
+        scratch = scratch_of(pattern.memory, down_eDF, home=home)
         return scratch if scratch.nbytes <= MOST_BYTES else None
 
     def _launch_back_recording(
         self,
         key: Any,
         kernels: NvlinkExchange,
-        memories: tuple[Memory, Scratch],
-        pieces: tuple[Tensor, Tensor],
-        weights: Sequence[Tensor],
+        pattern: Pattern,
+        saved_tensors: Sequence[Tensor],
+        between: Between,
         d_y_TD: Tensor,
         home: tuple[Tensor | None, Tensor | None],
         gradients: Sequence[Tensor | None],
     ) -> None:
         """Launch the kernels of a backward in the usual way, and keep the record."""
-        sms, sms_home, (d_x_TD, d_weights_TK) = self.dispatcher.sms, self.dispatcher.sms_home, home
-        words, rows_RD, weights_R, plan, gate_up_RG = parts_of(memories[0], pieces[0])
-        d_rows_RD, act_RF, parts_PR, d_weights_R = (place.of(pieces[1:]) for place in memories[1][:4])
+        dispatcher, roles, (d_x_TD, d_weights_TK) = self.dispatcher, pattern.roles, home
+        saved, words = _saved_of(pattern, saved_tensors)
         routed = Routed.of_words(words, _sizes(kernels.shape))
-        (gate_up_eGD, down_eDF), (d_gate_up_eGD, d_down_eDF) = weights, gradients
-        saved = Saved(rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG)
-        of_rows = None if d_x_TD is None else d_rows_RD
-        to = Slots(act_RF, parts_PR, d_weights_R, of_rows, d_gate_up_eGD, d_down_eDF)
         with recording() as tape:
-            kernels.pull(d_y_TD, routed, num_sms=sms.dispatch, out=d_rows_RD)
-            run_gradients(d_rows_RD, saved, to, kernels.shape.mean_rows(routed.max_tokens))
-            if d_x_TD is not None and d_weights_TK is not None:
-                values: Sums = {"weighted": False, "values": (d_weights_R, d_weights_TK)}
-                kernels.combine(d_rows_RD, routed, num_sms=sms_home.combine, out=d_x_TD, **values)
-        first, *between = tape
-        last = None if d_x_TD is None else between.pop().again(BLANKS_BACK[lay.Reduce])
-        self._keep(key, first.again(BLANKS_BACK[lay.Pull]), ("pull",), between, last)
+            if roles is not None:
+                if not (pattern.moves_beside and roles.dy != 0 and can_bring_gradient(saved.down_eDF)):
+                    between = between._replace(staged=None)
+                what: Any = saved, between, (*home, *gradients), pattern.mean_rows
+                fusing: Any = dispatcher.fusing(roles)
+                fused_call.launch_back(fusing, kernels, d_y_TD, routed, *what)
+            else:
+                to = Slots(*between[2:5], None if d_x_TD is None else between.d_rows_RD, *gradients)
+                kernels.pull(d_y_TD, routed, num_sms=dispatcher.sms.dispatch, out=between.d_out_RD)
+                run_gradients(between.d_out_RD, saved, to, pattern.mean_rows)
+                if d_x_TD is not None and d_weights_TK is not None:
+                    values: Sums = {"weighted": False, "values": (between.d_weights_R, d_weights_TK)}
+                    sms_home = dispatcher.sms_home.combine
+                    kernels.combine(between.d_rows_RD, routed, num_sms=sms_home, out=d_x_TD, **values)
+        first, *others = tape
+        last = None if d_x_TD is None else others.pop().again(BLANKS_BACK[lay.Reduce])
+        self._keep(key, first.again(BLANKS_BACK[type(first.args[1])]), ("pull",), others, last)
+
+
+def _saved_of(pattern: Pattern, saved_tensors: Sequence[Tensor]) -> tuple[Saved, Tensor]:
+    """The experts' part of what a forward keeps, and its routing. saved_tensors: the piece of memory that it
+    keeps, and both weights."""
+    piece, gate_up_eGD, down_eDF = saved_tensors
+    words, rows_RD, weights_R, plan, gate_up_RG = parts_of(pattern.memory, piece)
+    return Saved(rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG), words
 
 
 class _Whole(Node):
@@ -520,15 +578,17 @@ def _backward_by_steps(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of tokens, of their choices' weights, of gate_up and of down, each `None` if not needed.
     saved_tensors: the piece of memory that the forward kept, and both weights."""
-    pattern, (piece, gate_up_eGD, down_eDF) = ctx.pattern, saved_tensors
-    words, rows_RD, weights_R, plan, gate_up_RG = parts_of(pattern.memory, piece)
+    pattern, (saved, words) = ctx.pattern, _saved_of(ctx.pattern, saved_tensors)
+    if pattern.roles is not None and not as_operators:
+        fusing, weights = autograd.dispatcher_by(pattern.key).fusing(pattern.roles), saved_tensors[1:]
+        tensors = [saved.rows_RD, saved.weights_R, saved.gate_up_RG, saved.plan, words]
+        return fused_call.steps_back(ctx, fusing, d_y_TD, tensors, weights, pattern.choices)
     if ctx.consumed:  # by a backward that retained the graph: computed again, the same bits
-        gate_up_RG = gate_up_RG[:0]
+        saved = saved._replace(gate_up_RG=saved.gate_up_RG[:0])
     ctx.consumed = ctx.consumed or not as_operators
     x, choices, gate_up, down, *_ = ctx.needs_input_grad
     run: Any = autograd.combine_backward_op if as_operators else autograd.run_combine_backward
-    d_out_RD, _ = run(d_y_TD, None, weights_R, [words], pattern.key)
-    saved = Saved(rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG)
+    d_out_RD, _ = run(d_y_TD, None, saved.weights_R, [words], pattern.key)
     results = ffn_backward(d_out_RD, saved, (x or choices, gate_up, down), as_operators=as_operators)
     d_rows_RD, d_gate_up, d_down, d_weights_R = results
     d_gate_up, d_down = d_gate_up if gate_up else None, d_down if down else None

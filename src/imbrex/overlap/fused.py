@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from imbrex.overlap.decision import roles_of_json, why_not_roles
 from imbrex.overlap.pipelined import Pipelined
 from imbrex.overlap.serial import Serial
 from imbrex.overlap.tuner import tuner_of
+from imbrex.runtime.members import member
 
 
 class Fused(Pipelined):
@@ -91,22 +93,43 @@ class Fused(Pipelined):
         experts: Experts,
         addend: Callable[[], Tensor] | None,
     ) -> Output:
-        arguments = x_TD, routing, exchange, experts, addend
         if torch.compiler.is_compiling():
-            return run_in_graph(*arguments)
-        if why_not_experts(experts) is not None or why_not_exchange(exchange) is not None:
+            return run_in_graph(x_TD, routing, exchange, experts, addend)
+        addend, begun = None if addend is None else cache(addend), exchange in self._agreed
+        arguments = x_TD, routing, exchange, experts, addend
+        # A call in one piece asks the experts itself, in less time.
+        whole = self._run_whole(*arguments) if begun else None
+        if whole is None and (why_not_experts(experts) is not None or why_not_exchange(exchange) is not None):
             return Serial().run(*arguments)
-        if exchange not in self._agreed:
-            # Before anything else: peers may have a wrong input, or run this call serially.
-            exchange.dispatcher.fusing(self.roles).check_in(x_TD, routing)
-            if self.roles is None:
-                # Ranks compare their schedules here, before they exchange anything else for tuning.
-                self._agree(exchange)
-                tuner = tuner_of(exchange, experts, x_TD, fuses=True, uses_files=True, renews=False)
-                stored = tuner.load("fused", roles_of_json)
-                exchange.dispatcher.roles = stored.value or Roles()
-                self._origins[exchange] = stored.origin
-        return super().run(*arguments)
+        if not begun:
+            self._begin(x_TD, routing, exchange, experts)
+            whole = self._run_whole(*arguments)
+        return super().run(*arguments) if whole is None else Output(y_TD=whole)
+
+    def _begin(self, x_TD: Tensor, routing: Routing, exchange: RowExchange, experts: Experts) -> None:
+        """Check the first input of an exchange, compare schedules, and take the roles that were tuned."""
+        # Before anything else: peers may have a wrong input, or run this call serially.
+        exchange.dispatcher.fusing(self.roles).check_in(x_TD, routing)
+        self._agree(exchange)  # before ranks exchange anything else for tuning
+        if self.roles is None:
+            tuner = tuner_of(exchange, experts, x_TD, fuses=True, uses_files=True, renews=False)
+            stored = tuner.load("fused", roles_of_json)
+            exchange.dispatcher.roles = stored.value or Roles()
+            self._origins[exchange] = stored.origin
+
+    def _run_whole(
+        self,
+        x_TD: Tensor,
+        routing: Routing,
+        exchange: RowExchange,
+        experts: Experts,
+        addend: Callable[[], Tensor] | None,
+    ) -> Tensor | None:
+        """Run the call in one piece if kernels serve all of it: y_TD, or `None` if tasks are to do it."""
+        if not isinstance(experts, Ours):
+            return None
+        fusing = exchange.dispatcher.fusing(self.roles, member(experts, "down_proj").shape[2])
+        return fusing.run_whole(x_TD, routing, experts, addend)
 
 
 def run_in_graph(

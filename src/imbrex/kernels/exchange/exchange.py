@@ -42,7 +42,7 @@ from imbrex.kernels.exchange.failures import check_choices, check_rows, check_se
 from imbrex.kernels.exchange.groups import RowGroups
 from imbrex.kernels.exchange.launcher import Launcher
 from imbrex.kernels.exchange.launches import Choosing, Sums, default_sms
-from imbrex.kernels.exchange.lease import Lease, Staged, staged_rows
+from imbrex.kernels.exchange.lease import Lease, Staged, StagedMemory, staged_rows
 from imbrex.kernels.ffn.both import ended_before_last
 from imbrex.kernels.heap import Heap
 from imbrex.kernels.routing.routed import Routed, Sizes, empty_routed, placement_tables
@@ -256,6 +256,7 @@ class NvlinkExchange(Launcher):
         *,
         out: Tensor | None = None,
         quantise: bool = False,
+        memory: tuple[Routed, StagedMemory] | None = None,
         **choosing: Unpack[Choosing],
     ) -> tuple[Staged, Routed]:
         """Do `route`, and put the tokens where peers can read them, in one kernel. Returns expert-major rows
@@ -263,41 +264,62 @@ class NvlinkExchange(Launcher):
 
         Arguments are those of `route` and `pull`. The kernel that brings the rows must run after this call
         and before the next dispatch. quantise: bf16 tokens cross as rows of the `fp8` codec; D is a multiple
-        of 512. Raises ValueError if routing does not fit a block's shared memory.
+        of 512. memory: for the routing of `max_tokens` tokens, and for what `Staged` has besides; nothing in
+        this depends on the address of `x` then, of which own rows come from the staged copy; not with
+        `quantise`. Raises ValueError if routing does not fit a block's shared memory.
         """
         how.bytes_of_row(self.shape, x)
-        routed = self._empty_routed(self.shape.max_tokens)
+        routed, to = memory or (self._empty_routed(self.shape.max_tokens), None)
         route = self._route_args(ids, weights, tokens, routed, choosing)
         num_sms = min(num_sms, self.most_blocks())
         blocks, shared = lay.route_blocks(self.shape, num_sms, self._room, fewest=num_sms)
         out = self._empty_rows(x) if out is None else out
-        staged, lists = self._staged(x, out, routed, quantise=quantise)
+        staged, lists = self._staged(x, out, routed, to, quantise=quantise)
         self._count_routing(blocks)
         args = lay.Stage(route=route, **lists)
         self._launch(kernel.STAGE[quantise], "pull", blocks, kernel.STAGE_THREADS, shared, args)
         return staged, routed
 
     def stage_again(
-        self, x: Tensor, routed: Routed, num_sms: int = how.STAGE_SMS, *, out: Tensor, quantise: bool = False
+        self,
+        x: Tensor,
+        routed: Routed,
+        num_sms: int = how.STAGE_SMS,
+        *,
+        out: Tensor,
+        quantise: bool = False,
+        memory: StagedMemory | None = None,
     ) -> Staged:
-        """Stage other tokens over an earlier routing. Unless `quantise`, a peer may `pull` instead."""
+        """Stage other tokens over an earlier routing. Unless `quantise`, a peer may `pull` instead. memory:
+        for what `Staged` has besides, as for `stage`."""
         how.bytes_of_row(self.shape, x)
         if self.debug:
             check_rows(routed, out.shape[-2])
-        staged, lists = self._staged(x, out, routed, quantise=quantise)
+        staged, lists = self._staged(x, out, routed, memory, quantise=quantise)
         args, threads = lay.StageAgain(**lists), kernel.STAGE_AGAIN_THREADS
         self._launch(kernel.STAGE_AGAIN[quantise], "pull", min(num_sms, self.most_blocks()), threads, 0, args)
         return staged
 
     def _staged(
-        self, x: Tensor, out: Tensor, routed: Routed, *, quantise: bool = False
+        self,
+        x: Tensor,
+        out: Tensor,
+        routed: Routed,
+        memory: StagedMemory | None = None,
+        *,
+        quantise: bool = False,
     ) -> tuple[Staged, dict[str, Any]]:
         """The staged rows, and fields of the argument of the kernel that stages them."""
         if quantise:
             lay.fp8_bytes(x.shape[-1])  # refuses other widths
         pull, _ = how.pull_args(self.shape, self.layout, x, out, routed, self.next_buffer("pull"))
         where = {"group": self.group_of, "exchange": self.serial, "pitch": pull.pitch if quantise else 0}
-        return staged_rows(x, out, routed, pull, **where)
+        if memory is not None:
+            assert not quantise, "own rows are not coded"
+            start, size = pull.staged_at + pull.buffer * pull.buffer_bytes, x.shape[-2:]
+            part = self.heap.local[:, start : start + size.numel() * x.element_size()]
+            x = part.view(x.dtype).view(-1, *size)
+        return staged_rows(x, out, routed, pull, memory, **where)
 
     def _empty_rows(self, x: Tensor) -> Tensor:
         size = (self.local_ranks, self.shape.row_capacity, x.shape[-1])

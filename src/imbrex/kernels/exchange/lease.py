@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,14 +53,29 @@ class Staged:
     uses: list[None] = field(default_factory=list)
 
 
+class StagedMemory(NamedTuple):
+    """Memory of the caller's for `token_LR` and `there_LC` of a `Staged`."""
+
+    token_LR: Tensor
+    there_LC: Tensor
+
+
+def counters_of(room: int) -> int:
+    """The counters of so many rows: C of `there_LC`."""
+    return -(-room // COUNTED)
+
+
 def staged_rows(
-    x: Tensor, rows: Tensor, routed: Routed, pull: Any, **where: Any
+    x: Tensor, rows: Tensor, routed: Routed, pull: Any, memory: StagedMemory | None = None, **where: Any
 ) -> tuple[Staged, dict[str, Any]]:
     """The `Staged` for a kernel that brings `rows`, and the fields of the argument of the kernel that stages
-    the tokens `x`. pull: its `Pull`. where: the fields `group`, `exchange` and `pitch` of `Staged`."""
+    the tokens. x: where the first of the two finds the own ones. pull: the other's `Pull`. where: the fields
+    `group`, `exchange` and `pitch` of `Staged`."""
     ranks, room = routed.totals_L4.shape[0], rows.shape[-2]
-    sizes = (ranks, room), (ranks, -(-room // COUNTED))
-    token_LR, there_LC = (torch.empty(size, dtype=torch.int32, device=x.device) for size in sizes)
+    if memory is None:
+        sizes = (ranks, room), (ranks, counters_of(room))
+        memory = StagedMemory(*(torch.empty(size, dtype=torch.int32, device=x.device) for size in sizes))
+    token_LR, there_LC = memory
     staged = Staged(
         x=x,
         rows=rows,

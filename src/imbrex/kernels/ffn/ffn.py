@@ -169,18 +169,35 @@ def run_experts(
     if not elsewhere:
         run_in_order(rows_RD, (gate_up_eGD, down_eDF), groups, act_RF, y_RD, weights_R, gate_up_RG)
         return y_RD
-    tiles, what = 0, {"act_RF": act_RF, "down_eDF": down_eDF, "groups": groups, "out_RD": y_RD}
-    if rows and down_eDF.shape[0]:
-        up = Epilogue.SWIGLU if gate_up_RG is None else Epilogue.SWIGLU_KEEP
-        more: Extras = {"gate_up": gate_up_RG, "index_R": index_R, "beside": beside or ALONE}
-        more["progress"] = groups.progress
-        tiles = queue_product(Layout.FORWARD, rows_RD, gate_up_eGD, groups, act_RF, up, **more)
-    last = LeftProduct(**what, weights_R=weights_R, tiles=tiles)
+    what = rows_RD, (gate_up_eGD, down_eDF), groups, (act_RF, y_RD), weights_R, gate_up_RG
+    last = run_first(*what, beside or ALONE, index_R)
     if beside is None or beside.leave is None:
         last()
     else:
-        beside.leave(replace(last, own_e2=beside.own_e2))
+        beside.leave(last)
     return y_RD
+
+
+def run_first(
+    rows_RD: Tensor,
+    weights: tuple[Tensor, Tensor],
+    groups: Groups,
+    into: tuple[Tensor, Tensor],
+    weights_R: Tensor | None,
+    gate_up_RG: Tensor | None,
+    beside: Beside,
+    index_R: Tensor | None = None,
+) -> LeftProduct:
+    """Queue the first product of rows that come beside it, or through an index: the last, which is left.
+    into: act_RF and out_RD. The other arguments are those of `run_products` and of `run_experts`."""
+    (gate_up_eGD, down_eDF), (act_RF, out_RD), tiles = weights, into, 0
+    if len(act_RF) and len(down_eDF):
+        up = Epilogue.SWIGLU if gate_up_RG is None else Epilogue.SWIGLU_KEEP
+        more: Extras = {"gate_up": gate_up_RG, "index_R": index_R, "beside": beside}
+        more["progress"] = groups.progress
+        tiles = queue_product(Layout.FORWARD, rows_RD, gate_up_eGD, groups, act_RF, up, **more)
+    what = {"act_RF": act_RF, "down_eDF": down_eDF, "groups": groups, "out_RD": out_RD, "tiles": tiles}
+    return LeftProduct(**what, weights_R=weights_R, own_e2=beside.own_e2)
 
 
 def run_in_order(
