@@ -257,12 +257,17 @@ def count(call: Callable[[], Any], calls: int = 50) -> tuple[pstats.Stats, float
 
 
 def make_gpu_layers(model: str, tokens: int, number: int, schedule: str = "serial") -> list[MoELayer]:
-    group = dist.group.WORLD
-    torch.manual_seed(0)
+    group, draw = dist.group.WORLD, torch.Generator("cuda").manual_seed(0)
     config = MoEConfig(**asdict(MODELS[model]))
-    kind = {"schedule": schedule, "experts": "kernels", "dtype": torch.bfloat16, "device": "cuda"}
+    kind = {"schedule": schedule, "experts": "kernels", "dtype": torch.bfloat16, "device": "meta"}
     transport = Nvlink(group, max_tokens=max(512, tokens))
-    return [MoELayer(config, group, transport=transport, **kind) for _ in range(number)]
+    layers = [
+        MoELayer(config, group, transport=transport, **kind).to_empty(device="cuda") for _ in range(number)
+    ]
+    with torch.no_grad():
+        for parameter in (weight for layer in layers for weight in layer.parameters()):
+            parameter.normal_(0.0, 0.02, generator=draw)
+    return layers
 
 
 def forward_and_step(
