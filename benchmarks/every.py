@@ -76,6 +76,7 @@ PARTS = (
         seconds=150,
         words="--gpu 300 16 --repeats 200",
     ),
+    Part(name="tiles", results="tiles.json", gpus=(1, 1), seconds=100),
     Part(name="experts", results="experts.json", gpus=(1, 1), seconds=300),
     Part(name="codecs", results="codecs.json", gpus=(1, 1), seconds=300),
     Part(name="captured", results="captured.json", gpus=(1, MANY), seconds=300, words="--seconds 200"),

@@ -25,6 +25,7 @@ from docs.tables import (
     serve,
     simulate,
     tiers,
+    tiles,
 )
 from docs.tables.results import ROOT, Table
 
@@ -50,6 +51,8 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
         "launches and memory": experts.needs,
         "layer in fp8": experts.layer_fp8,
         "fp8": experts.fp8,
+        "tall tiles": tiles.tall,
+        "telling of tiles": tiles.telling,
     },
     "docs/fused.md": {
         "two H200": partial(fused.layer, "H200", 2),

@@ -32,7 +32,7 @@
 namespace gemm {
 
 // Gate and up tell of their tiles where `progress` is given (gemm/parts.cuh). Pairs in fp8 do not: it costs
-// them 2 to 7 % of both products, which are long, and gains half a tile.
+// them more of both products, which are long, than the half a tile that it gains (benchmarks/tiles.py).
 constexpr bool kTells = C::kForward && C::kSwiglu && !(C::kFp8 && C::kCluster > 1);
 
 // map_h: gate and up, kept or their gradients, else unused. The others: see Problem.

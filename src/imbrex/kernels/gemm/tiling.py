@@ -72,9 +72,8 @@ _READ_IDLE = 0.25
 """A share of `_PANEL_COST`, for every wave that the last one leaves idle, over the number of waves."""
 _TALL_ROWS, _MANY_EXPERTS, _TALL_GAIN, _SOME_ABOVE = (112, 184, 200), 32, 1.04, 1.05
 """Mean rows of an expert for which `TALL` is thought of: from, and to, of few experts and of many; by how
-much it has to be faster; and tiles where some experts have more than 192 rows. Measured, gate and up of 160
-rows: DeepSeek-V3 1.49 times as fast as the better of `SHARED` and `PAIRED`, GLM-4.5 1.36, Qwen3 1.22; of
-more than 192 rows 0.93 to 1.0 of them."""
+much it has to be faster; and tiles where some experts have more than 192 rows. benchmarks/tiles.py times it
+beside `SHARED` and `PAIRED`."""
 _LARGE_GRADIENT = 8 << 20
 """Values of a weight gradient from which storing it takes long enough for `OWN` to win (3-4 %)."""
 _GATHERED_PAIRS = 256
