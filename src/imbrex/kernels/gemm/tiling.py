@@ -70,7 +70,7 @@ _READ_AGAIN = 0.1
 """A share of `_PANEL_COST`, for every further row tile of an expert: some find the columns gone from L2."""
 _READ_IDLE = 0.25
 """A share of `_PANEL_COST`, for every wave that the last one leaves idle, over the number of waves."""
-_TALL_ROWS, _MANY_EXPERTS, _TALL_GAIN, _SOME_ABOVE = (112, 184, 200), 32, 1.04, 1.05
+_TALL_ROWS, _MANY_EXPERTS, _TALL_GAIN, _SOME_ABOVE = (112, 184, 192), 32, 1.04, 1.05
 """Mean rows of an expert for which `TALL` is thought of: from, and to, of few experts and of many; by how
 much it has to be faster; and tiles where some experts have more than 192 rows. benchmarks/tiles.py times it
 beside `SHARED` and `PAIRED`."""
