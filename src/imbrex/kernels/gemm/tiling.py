@@ -70,10 +70,10 @@ _READ_AGAIN = 0.1
 """A share of `_PANEL_COST`, for every further row tile of an expert: some find the columns gone from L2."""
 _READ_IDLE = 0.25
 """A share of `_PANEL_COST`, for every wave that the last one leaves idle, over the number of waves."""
-_TALL_ROWS, _MANY_EXPERTS, _TALL_GAIN, _SOME_ABOVE = (112, 184, 192), 32, 1.04, 1.05
+_TALL_ROWS, _MANY_EXPERTS, _TALL_GAIN, _SOME_ABOVE, _FEW_LAST = (112, 184, 192), 32, 1.04, 1.05, 0.3
 """Mean rows of an expert for which `TALL` is thought of: from, and to, of few experts and of many; by how
-much it has to be faster; and tiles where some experts have more than 192 rows. benchmarks/tiles.py times it
-beside `SHARED` and `PAIRED`."""
+much it has to be faster; tiles where some experts have more than 192 rows; and the share of a wave up to
+which few tiles are left for it. benchmarks/tiles.py times it beside `SHARED` and `PAIRED`."""
 _LARGE_GRADIENT = 8 << 20
 """Values of a weight gradient from which storing it takes long enough for `OWN` to win (3-4 %)."""
 _GATHERED_PAIRS = 256
@@ -140,8 +140,9 @@ def choose_tiling(
 def _tall_pays(mean: float, experts: int, columns: int, sms: int) -> bool:
     """Whether `TALL` is faster where an expert gets `mean` rows, each by chance.
 
-    A last tile of 64 rows takes as long as a full one, since L2 gives no more; a tile of 192 rows half as
-    long again. Two draws are likely: one in which no expert has more than 192 rows, and one in which some do.
+    A last tile of 64 rows takes as long as a full one, since L2 gives no more, but half as long where few
+    are left for the last wave; a tile of 192 rows half as long again. Two draws are likely: one in which no
+    expert has more than 192 rows, and one in which some do.
     """
     if not _TALL_ROWS[0] <= mean <= _TALL_ROWS[1 if experts < _MANY_EXPERTS else 2]:
         return False
@@ -150,7 +151,9 @@ def _tall_pays(mean: float, experts: int, columns: int, sms: int) -> bool:
     reading = tiles * _PANEL_COST * _READ[SHARED]
     waves = (math.ceil(tiles) + math.ceil(_SOME_ABOVE * tiles)) / 2
     tall = max(waves * (1 + above / 2), reading)
-    return max(math.ceil(tiles * (1 + above)), reading) >= _TALL_GAIN * tall
+    others = math.ceil(tiles * (1 + above))
+    few_last = others - tiles * (1 + above) >= 1 - _FEW_LAST
+    return max(others - few_last / 2, reading) >= _TALL_GAIN * tall
 
 
 @functools.lru_cache(maxsize=1024)
