@@ -62,6 +62,7 @@ PARTS = (
     Part(name="events", results="events.json", gpus=(1, 1), seconds=60),
     Part(name="serve", results="serve_one.json", gpus=(1, 1), seconds=300, words="--until 270"),
     Part(name="glue", results="glue.json", gpus=(1, 1), seconds=60, into="--json"),
+    Part(name="gate", results="gate.json", gpus=(1, 1), seconds=60),
     Part(
         name="compiled_models",
         results="compiled_models.json",

@@ -302,43 +302,35 @@ def checksum(tensors: list[Tensor | None]) -> str:
 
 def on_gpu(model: str, tokens: int, repeats: int, lines: int) -> list[dict[str, Any]]:
     """Rows of calls on a GPU, with autograd's own thread and with backwards in the caller's."""
-    layers = make_gpu_layers(model, tokens, STACK)
+    layers, (fusing,) = make_gpu_layers(model, tokens, STACK), make_gpu_layers(model, tokens, 1, "fused")
+    fused.why_not_exchange = lambda exchange: None  # one rank has nothing to bring, by the same launches
     layer = layers[0]
     x = torch.randn(tokens, MODELS[model].hidden_size, device="cuda", dtype=torch.bfloat16)
     needs, d_y = x.requires_grad_(), torch.randn_like(x)
     forward, step = forward_and_step(layer, needs, d_y)
 
-    calls = {"forward": forward, "forward, kept": lambda: layer(needs), "step": step, ONE_THREAD: step}
+    fused_forward, fused_step = forward_and_step(fusing, needs, d_y)
+    calls = {"forward": forward, "fused forward": fused_forward, "forward, kept": lambda: layer(needs)}
+    calls |= {"step": step, "fused step": fused_step, ONE_THREAD: step}
     case = {"model": model, "T": tokens, "W": 1, "dtype": "bf16"}
     rows = measure(calls, case, repeats, torch.cuda.synchronize)
     stack = {IN_A_STACK: step_of(layers, needs, d_y)}
     rows += [share_of(row, STACK) for row in measure(stack, case, repeats, torch.cuda.synchronize)]
     if lines:
         print_profile(step, lines)
-    layers += (fusing := make_gpu_layers(model, tokens, 1, "fused"))
-    fused.why_not_exchange = lambda exchange: None  # one rank has nothing to bring, by the same launches
-    rows += fused_on_gpu(fusing[0], needs, d_y, case, repeats)
+    with mock.patch.object(recorded.Recorder, "run", return_value=None):
+        tasks = {"fused forward, by tasks": fused_forward, "fused step, by tasks": fused_step}
+        rows += measure(tasks, case, repeats, torch.cuda.synchronize)
     torch.autograd.set_multithreading_enabled(True)
-    for layer in (layers[0], layers[0], *fusing, *fusing):
+    for layer in (layers[0], layers[0], fusing, fusing):
         y = layer(needs)
         y.backward(d_y)
         print("bits", checksum([y, needs.grad, *(p.grad for p in layer.parameters())]))
         needs.grad = None
         layer.zero_grad()
-    for layer in layers:
+    for layer in (*layers, fusing):
         layer.close()
     return rows
-
-
-def fused_on_gpu(
-    layer: MoELayer, needs: Tensor, d_y: Tensor, case: dict[str, Any], repeats: int
-) -> list[dict[str, Any]]:
-    """Rows of the same calls of a fused layer, from a record, and by tasks as if nobody recorded any."""
-    forward, step = forward_and_step(layer, needs, d_y)
-    rows = measure({"fused forward": forward, "fused step": step}, case, repeats, torch.cuda.synchronize)
-    with mock.patch.object(recorded.Recorder, "run", return_value=None):
-        calls = {"fused forward, by tasks": forward, "fused step, by tasks": step}
-        return rows + measure(calls, case, repeats, torch.cuda.synchronize)
 
 
 def step_of(layers: Sequence[MoELayer], needs: Tensor, d_y: Tensor) -> Callable[[], None]:
