@@ -8,7 +8,7 @@ CALLS = {
     "forward": "a forward without gradients",
     "forward, kept": "a forward that keeps for a backward",
     "step": "forward and backward",
-    "step, one thread": "the same, with `torch.autograd.set_multithreading_enabled(False)`",
+    "step, one thread": "forward and backward, `torch.autograd.set_multithreading_enabled(False)`",
     "step, one of 8 layers": "forward and backward, of eight layers in a row one",
     "fused forward": "a fused forward without gradients",
     "fused step": "fused forward and backward",

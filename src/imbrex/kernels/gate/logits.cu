@@ -1,27 +1,21 @@
-// The two ends of a gate's product: logits of a small batch, and the sum of a gradient's halves.
+// The two ends of a gate's product: logits of few tokens, and the sum of a gradient's halves.
 //
-// The logits, float32 [T, E] of tokens [T, D] and weights [E, D] in bf16.
+// The logits of few tokens, float32 [T, E] of tokens [T, D] and weights [E, D] in bf16.
 //
-// A library's product of so few rows walks along D in a chain of its steps: 5.2 us of 8 tokens and 128
-// experts of 2048 values, of which reading takes 0.1. Here the warps of a block share D, and the first
-// threads add up what they have found. Products are exact in float32, and sums are in a fixed order.
+// A product of tensor cores with few rows walks along D in a chain of its steps: 5.2 us of 8 tokens and 128
+// experts of 2048 values, of which reading takes 0.1. Here a block has kExperts experts and kTokens tokens,
+// and its threads share D: every thread has 8 values of each in a turn, a warp adds its lanes up, the first
+// threads the warps. Products are exact in float32, and sums are in a fixed order.
 //
-// Few tokens: a block has kExperts experts and kTokens tokens; every thread has 8 values of each in a turn,
-// and a warp adds its lanes up. Example, one expert, kWarps = 2, D = 512, weights 1, token 2: every thread 16,
-// every warp 512, logit 1024.
-//
-// More tokens: a block has a square of kSide of each for tensor cores. A lane loads 16 bytes of two tokens and
-// of two experts in a turn. These are no 16 neighbouring values of a sum, as the instruction has them, but the
-// same ones of both operands.
-#include "ptx/mma.cuh"
+// Example, one expert, kWarps = 2, D = 512, weights 1, token 2: every thread 16, every warp 512, logit 1024.
+#include "ptx/exchange.cuh"
 
 namespace gate {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32, kExperts = 2, kTokens = 8;
-constexpr int kSide = 16, kTurns = 4;  // turns whose loads are under way together
 
 __device__ __forceinline__ float across(float x, int mask) {
-    return __uint_as_float(__shfl_xor_sync(0xffffffffu, __float_as_uint(x), mask));
+    return __uint_as_float(__shfl_xor_sync(0xffffffffu, static_cast<int>(__float_as_uint(x)), mask));
 }
 
 __device__ __forceinline__ void add_products(u32 a, u32 b, float& sum) {
@@ -74,57 +68,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     float all = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) all += parts[warp * kExperts * kTokens + thread];
-    logits[static_cast<i64>(token) * experts + expert] = all;
-}
-
-// units: D / 8.
-extern "C" __global__ void __launch_bounds__(kThreads)
-    logits_of_some(const uint4* x, const uint4* weight, int tokens, int experts, int units, float* logits) {
-    float* parts = reinterpret_cast<float*>(ptx::shared_memory());  // [kWarps][kSide][kSide]
-    const int blocks_e = (experts + kSide - 1) / kSide, thread = static_cast<int>(threadIdx.x);
-    const int first_e = static_cast<int>(blockIdx.x) % blocks_e * kSide;
-    const int first_t = static_cast<int>(blockIdx.x) / blocks_e * kSide;
-    const int warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
-    const uint4* rows[4];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        rows[i] = x + static_cast<i64>(min(first_t + g + 8 * i, tokens - 1)) * units;
-        rows[2 + i] = weight + static_cast<i64>(min(first_e + g + 8 * i, experts - 1)) * units;
-    }
-    float d[2][4] = {};
-    ptx::wait_for_launches();
-    ptx::launch_dependents();
-    for (int first = 4 * warp + t; first - t < units; first += 4 * kWarps * kTurns) {
-        uint4 v[kTurns][4];
-#pragma unroll
-        for (int turn = 0; turn < kTurns; ++turn)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int unit = first + 4 * kWarps * turn;
-                v[turn][i] = unit < units ? rows[i][unit] : uint4{0, 0, 0, 0};
-            }
-#pragma unroll
-        for (int turn = 0; turn < kTurns; ++turn) {
-            const uint4 a = v[turn][0], b = v[turn][1];
-            const u32 low[4] = {a.x, b.x, a.y, b.y}, high[4] = {a.z, b.z, a.w, b.w};
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const uint4 w = v[turn][2 + i];
-                ptx::mma_bf16(d[i], low, w.x, w.y), ptx::mma_bf16(d[i], high, w.z, w.w);
-            }
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-            parts[(warp * kSide + g + j / 2 * 8) * kSide + 8 * i + 2 * t + j % 2] = d[i][j];
-    __syncthreads();
-    const int token = first_t + thread / kSide, expert = first_e + thread % kSide;
-    if (token >= tokens || expert >= experts) return;
-    float all = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kWarps; ++i) all += parts[i * kSide * kSide + thread];
     logits[static_cast<i64>(token) * experts + expert] = all;
 }
 

@@ -1,4 +1,4 @@
-"""Logits of a small batch, and the end of their weight's gradient: the host's side of `gate/logits.cu`."""
+"""Logits of few tokens, and the end of their weight's gradient: the host's side of `gate/logits.cu`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from torch import Tensor
 from imbrex.kernels.jit import Blank, Kernel, Variant, addressed, cached_why_not_hopper, load
 from imbrex.runtime.tracing import plain, traced
 
-ENTRIES = ("logits_of_few", "logits_of_some", "add_halves")
-FEW, SOME, HALVES = (Variant(source="gate/logits.cu", entry=entry) for entry in ENTRIES)
-FEW_TOKENS, MOST_TOKENS = 32, 256
-"""Tokens up to which the kernel without tensor cores is the faster one, and up to which either is faster than
-a library's product."""
-THREADS, EXPERTS, TOKENS, SIDE, UNIT = 256, 2, 8, 16, 8
-"""Sizes of a block, with few tokens and with more, and the values of a unit."""
+VARIANT, HALVES = (Variant(source="gate/logits.cu", entry=entry) for entry in ("logits_of_few", "add_halves"))
+MOST_PRODUCTS = 20 << 20
+"""Products of two numbers up to which it is faster than tensor cores (benchmarks/gate.py): 80 tokens of
+Qwen3's 128 experts and 2048 values."""
+THREADS, EXPERTS, TOKENS, UNIT = 256, 2, 8, 8
+"""Sizes of a block, and the values of a unit."""
 MOST_LAUNCHES = 256
 """The number of prepared launches, one for sizes, that are kept."""
 
 
 def shipped_variants() -> list[Variant]:
-    return [FEW, SOME, HALVES]
+    return [VARIANT, HALVES]
 
 
 @functools.cache
@@ -31,9 +30,9 @@ def _kernel(variant: Variant, device: torch.device) -> Kernel:
 
 
 def why_not_few(x_TD: Tensor, weight_ED: Tensor) -> str | None:
-    """Why the kernels do not compute these logits, whose operands are bfloat16 on a GPU, or `None`."""
-    if not 0 < x_TD.shape[0] <= MOST_TOKENS:
-        return f"they are for 1 to {MOST_TOKENS} tokens"
+    """Why the kernel does not compute these logits, whose operands are bfloat16 on a GPU, or `None`."""
+    if not 0 < x_TD.numel() * weight_ED.shape[0] <= MOST_PRODUCTS:
+        return f"it is for some tokens, and up to {MOST_PRODUCTS >> 20} Mi products of two numbers"
     if not (plain(x_TD) and plain(weight_ED)) or traced(x_TD, weight_ED):
         return "somebody traces the call, or its tensors are of a kind of their own"
     if x_TD.shape[1] % UNIT or not weight_ED.is_contiguous():
@@ -53,14 +52,12 @@ def logits_of_few(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 @functools.lru_cache(MOST_LAUNCHES)
 def _multiplying(tokens: int, experts: int, units: int, device: torch.device) -> Blank:
     """The launch that computes logits of these sizes: of the addresses of tokens, weights and logits."""
-    few = tokens <= FEW_TOKENS
-    of_e, of_t, variant = (EXPERTS, TOKENS, FEW) if few else (SIDE, SIDE, SOME)
     return addressed(
-        _kernel(variant, device),
+        _kernel(VARIANT, device),
         args=[..., ..., tokens, experts, units, ...],
-        grid=-(-experts // of_e) * -(-tokens // of_t),
+        grid=-(-experts // EXPERTS) * -(-tokens // TOKENS),
         block=THREADS,
-        smem=4 * THREADS // 32 * of_e * of_t,
+        smem=4 * THREADS // 32 * EXPERTS * TOKENS,
         dependent=True,
     )
 
