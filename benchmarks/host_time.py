@@ -50,7 +50,7 @@ from imbrex.adapters.deep_ep import Buffer
 from imbrex.bench.results import check_results, describe_run, write_results
 from imbrex.bench.shapes import MODELS
 from imbrex.contracts import Dispatched, RowForm
-from imbrex.exchange import agreement, recorded
+from imbrex.exchange import agreement, recorded, recorded_launches, recorded_memory
 from imbrex.exchange import nvlink as exchange_room
 from imbrex.experts import experts as expert_room
 from imbrex.kernels import jit
@@ -168,9 +168,9 @@ def idle() -> None:
     fused.why_not_exchange = lambda exchange: None  # one rank has nothing to bring
     weights.spread = exchange_room.spread = weights.run_spread
     # On a GPU memory comes back, where calls on record look for it.
-    recorded.new_piece = functools.cache(lambda nbytes, device: torch.empty(nbytes, dtype=torch.uint8))
+    recorded_memory.new_piece = functools.cache(lambda nbytes, device: torch.empty(nbytes, dtype=torch.uint8))
     gradient = functools.cache(torch.empty)
-    recorded.new_gradient = lambda weight: gradient(weight.shape, dtype=weight.dtype).detach()
+    recorded_memory.new_gradient = lambda weight: gradient(weight.shape, dtype=weight.dtype).detach()
 
 
 def _nothing(device: int) -> None: ...
@@ -382,17 +382,17 @@ def measure(
 @contextlib.contextmanager
 def records_made() -> Iterator[list[Any]]:
     """Keys of the calls that are put on record inside."""
-    keys, keep = [], recorded.Recorder._keep
+    keys, keep = [], recorded_launches.Records.keep
 
-    def noted(recorder: recorded.Recorder, key: Any, *what: Any) -> None:
+    def noted(records: recorded_launches.Records, key: Any, *what: Any) -> None:
         keys.append(key)
-        keep(recorder, key, *what)
+        keep(records, key, *what)
 
-    recorded.Recorder._keep = noted  # type: ignore[method-assign]
+    recorded_launches.Records.keep = noted  # type: ignore[method-assign]
     try:
         yield keys
     finally:
-        recorded.Recorder._keep = keep  # type: ignore[method-assign]
+        recorded_launches.Records.keep = keep  # type: ignore[method-assign]
 
 
 def time_calls(

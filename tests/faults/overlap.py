@@ -235,7 +235,7 @@ TUNING = [
     ),
     Fault(
         "dy-beside-a-product-that-cannot",
-        "exchange/recorded.py",
+        "exchange/recorded_back.py",
         "a backward on record brings dy beside its product whatever the roles say",
         "if not (pattern.moves_beside and roles.dy != 0 and can_bring_gradient(saved.down_eDF)):",
         "if not pattern.moves_beside:",

@@ -294,7 +294,7 @@ PROTOCOL = [
     ),
     Fault(
         "a-backward-by-the-last-gradients",
-        "exchange/recorded.py",
+        "exchange/recorded_back.py",
         "a backward from a record writes where the weights' gradients of another step were",
         'kernels.next_buffer("pull", peek=True), *at\n        record, results',
         'kernels.next_buffer("pull", peek=True), *at[:4]\n        record, results',

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import imbrex
 from imbrex.contracts import Dispatched
-from imbrex.exchange import nvlink_fit, recorded
+from imbrex.exchange import nvlink_fit, recorded, recorded_back, recorded_launches, recorded_memory
 from imbrex.experts.experts import Experts
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.ffn import both, slopes
@@ -79,7 +79,7 @@ class Layer:
             with real_empty():
                 return pieces.setdefault(nbytes, torch.empty(nbytes, dtype=torch.uint8)).fill_(0xFF)
 
-        patch.setattr(recorded, "new_piece", new_piece)
+        patch.setattr(recorded_memory, "new_piece", new_piece)
         gradients: dict[int, list[Tensor]] = {}
 
         def new_gradient(weight: Tensor) -> Tensor:
@@ -89,8 +89,9 @@ class Layer:
             both.reverse()
             return both[0].detach().fill_(torch.nan)
 
-        patch.setattr(recorded, "new_gradient", new_gradient)
-        patch.setattr(recorded, "launch_all", lambda launches: [launch.launch() for launch in launches])
+        patch.setattr(recorded_memory, "new_gradient", new_gradient)
+        for room in (recorded, recorded_back):
+            patch.setattr(room, "launch_all", lambda launches: [launch.launch() for launch in launches])
 
     def __call__(self, x_TD: Tensor, routing: imbrex.Routing, *, steps: bool, keep: bool = False) -> Tensor:
         self.patch.setattr(recorded, "on_gpu", lambda x_TD: not steps)
@@ -296,7 +297,7 @@ def run_captured(ranks: Ranks) -> tuple[list[bool], int, int]:
         x_TD, routing = inputs_of(ranks.rank, 0, 7 + 3 * ranks.rank)
         wanted = layer(x_TD, routing, steps=False)
         dispatcher: Any = layer.exchange.dispatcher
-        records = dispatcher.recorder._records
+        records = dispatcher.recorder.records.launches
         layer.patch.setattr(EmulatedNvlink, "capturing", True)
         same = [torch.equal(wanted, layer(x_TD, routing, steps=False)) for _ in range(2)]
         same.append(torch.equal(wanted, layer(x_TD, routing, steps=False, keep=True)))
@@ -327,9 +328,8 @@ def run_in_many_sizes(ranks: Ranks) -> tuple[list[bool], list[int]]:
     patterns, memory of backwards and records."""
     same, numbers, limit = [], [], 2
     with a_layer(ranks, 0) as layer:
-        layer.patch.setattr(recorded, "MOST_RECORDS", limit)
-        dispatcher: Any = layer.exchange.dispatcher
-        recorder = dispatcher.recorder
+        layer.patch.setattr(recorded_launches, "MOST_RECORDS", limit)
+        records = layer.exchange.dispatcher.recorder.records  # type: ignore[attr-defined]
         for tokens in range(1, 5):
             inputs = inputs_of(ranks.rank, tokens, tokens)
             ours, theirs = (gradients(layer, inputs, "all", steps=steps) for steps in (False, True))
@@ -337,7 +337,7 @@ def run_in_many_sizes(ranks: Ranks) -> tuple[list[bool], list[int]]:
                 a is not None and b is not None and torch.equal(a, b)
                 for a, b in zip(ours, theirs, strict=True)
             ]
-            kept = recorder._patterns, recorder._scratches, recorder._records
+            kept = records.patterns, records.scratches, records.launches
             numbers.append(max(map(len, kept)))
     return same, [max(numbers), limit]
 

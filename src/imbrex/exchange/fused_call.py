@@ -1,5 +1,5 @@
 """A fused layer of imbrex's own experts in one function each way: in a compiled graph (`layer_op`), step by
-step in an eager call (`fused_steps`), and with memory of the caller's, for a record (`recorded`).
+step in an eager call (`FusedSteps`), and with memory of the caller's, for a record (`recorded`).
 
     x_TD ──stage▶ [rows, gate and up] ──▶ [down, and sums home] ──▶ y_TD
     d_y_TD ──stage▶ [rows of dy, SwiGLU's gradient] ──▶ rows' gradient ──▶ [weights' gradients, sums home]

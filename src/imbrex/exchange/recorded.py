@@ -2,7 +2,8 @@
 one.
 
     x_TD ──meeting of hosts──▶ [dispatch, weights of rows, gate and up, down, combine] ──▶ y_TD
-    d_y_TD ──▶ [pull, SwiGLU's gradient and its sums, both weights' gradients, rows', combine] ──▶ d_x_TD
+
+Fused calls are recorded, too: some of these launches are one then (`fused_call`).
 
 Forwards of imbrex's own experts with the same number of tokens launch the same kernels on the same grids.
 Only four arguments differ: the addresses of tokens, ids, weights and result. All other tensors lie in one
@@ -10,9 +11,7 @@ piece of memory, or in two if a backward keeps some of them, and a caching alloc
 piece again. The first call with a piece launches its kernels in the usual way, on record (`kernels.records`).
 Later calls with this piece launch the record.
 
-To autograd the call is one node. Its backward is recorded in the same way: by the addresses of the memory
-that the forward kept, of a piece for what lies between, and of the weights' gradients. A backward that cannot
-be recorded takes the usual steps, on tensors in the memory that the forward kept.
+To autograd the call is one node, whose backward is recorded in the same way (`recorded_back.py`).
 
 A recorded call is as safe as any: its input is checked, hosts meet and compare their calls, every launch
 refuses after one that failed, and ranks meet again if one of them has not promised rows that fit. Each rank
@@ -23,121 +22,46 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from imbrex.contracts import Handle, Roles, Routing, RowForm
-from imbrex.exchange import autograd, fused_call
+from imbrex.contracts import Handle, Routing, RowForm
+from imbrex.exchange import autograd, fused_call, recorded_memory
 from imbrex.exchange.autograd import StartedCrossing
 from imbrex.exchange.kernel_dispatcher import KernelDispatcher
-from imbrex.exchange.nvlink_fit import DTYPE, Part, is_coded, row_capacity_for, why_not_whole
+from imbrex.exchange.nvlink_fit import DTYPE, Part, row_capacity_for, why_not_whole
 from imbrex.exchange.one_kernel import about_one_kernel, why_apart
-from imbrex.exchange.recorded_memory import (
-    Between,
-    Memory,
-    Places,
-    Scratch,
-    can_be_added,
-    memory_of,
-    new_piece,
-    parts_of,
-    scratch_of,
+from imbrex.exchange.recorded_back import BackRecorder, back_by_steps
+from imbrex.exchange.recorded_launches import (
+    BLANKS,
+    BLANKS_ADDED,
+    MOST_BYTES,
+    Pattern,
+    Records,
+    sizes_of,
 )
+from imbrex.exchange.recorded_memory import Memory, Places, can_be_added, memory_of
 from imbrex.experts.experts import surely_fit
 from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.exchange.launches import Sums
 from imbrex.kernels.ffn import both
-from imbrex.kernels.ffn.ffn import (
-    Saved,
-    Slots,
-    can_bring_gradient,
-    ffn,
-    ffn_backward,
-    run_gradients,
-    run_products,
-)
+from imbrex.kernels.ffn.ffn import ffn, run_products
 from imbrex.kernels.ffn.glue import Groups
 from imbrex.kernels.fused.few import dispatching_sms, run_few, why_not_few
 from imbrex.kernels.gemm.gemm import check_products
-from imbrex.kernels.gemm.portable import is_portable
 from imbrex.kernels.jit import launch_all
-from imbrex.kernels.records import recording, repeatable
-from imbrex.kernels.routing.routed import Routed, Sizes
+from imbrex.kernels.records import recording
 from imbrex.kernels.rows.weights import run_spread
 from imbrex.runtime.deferred import recording as recording_gradients
 from imbrex.runtime.gradients import saves_elsewhere
 from imbrex.runtime.members import member
 from imbrex.runtime.tracing import Node, differentiated, once_differentiable, seen, traced
 
-MOST_BYTES = 512 << 20
-"""Bytes of memory up to which a call is recorded. An allocator finds more than that easier in parts, and such
-a call takes the GPU so long that the host's time does not count."""
-MOST_RECORDS = 256
-"""The number of records, one for a size, a piece of memory and a buffer, after which all are forgotten."""
-BLANKS = {
-    lay.Small: {(1, "route.ids"): 0, (1, "route.weights"): 1, (1, "x"): 2},
-    lay.Expert: {(1, "route.ids"): 0, (1, "route.weights"): 1, (1, "pull.x"): 2},
-    lay.Stage: {(1, "route.ids"): 0, (1, "route.weights"): 1, (1, "pull.x"): 2},
-    lay.Reduce: {(1, "out"): 0},
-}
-"""Arguments that differ from call to call, by the struct of their launch, and their order."""
-BLANKS_ADDED = {(1, "out"): 0, (1, "addend"): 1}
-"""Arguments of the last launch that differ, if it adds something to the sums."""
-BLANKS_BACK = {
-    lay.Pull: {(1, "x"): 0},
-    lay.StageAgain: {(1, "pull.x"): 0},
-    lay.Reduce: {(1, "out"): 0, (1, "values_out"): 1},
-}
-"""Arguments that differ from backward to backward."""
-
-
-class Record(NamedTuple):
-    """The launches of a forward or of a backward. kinds: the exchange's calls that the first launch makes.
-    last: `None` in a backward whose tokens need no gradients."""
-
-    first: Any
-    kinds: tuple[str, ...]
-    between: tuple[Any, ...]
-    last: Any
-
-
-class Pattern(NamedTuple):
-    """The calls of a dispatcher that differ in nothing but addresses. size: the part of their records' keys
-    that tells them from others. key: the dispatcher's. choices: K. one_launch: that of the experts.
-    small: whether one kernel routes and moves. one_kernel: whether it is to compute the experts as well; such
-    calls are captured, too. roles: of kernels that move rows and multiply, `None` in a serial call.
-    mean_rows: of a rank."""
-
-    memory: Memory
-    size: Any
-    key: int
-    choices: int
-    one_launch: bool | None
-    small: bool
-    one_kernel: bool
-    roles: Roles | None
-    mean_rows: int
-
-    @property
-    def moves_beside(self) -> bool:
-        """Whether rows come beside gate and up."""
-        return self.roles is not None and not self.small
-
-
 Call = tuple[Any, NvlinkExchange, Part, Pattern]
 """A call that ranks have agreed upon, and the dispatcher that asked them."""
-
-
-def _sizes(shape: lay.Shape) -> Sizes:
-    return Sizes(1, shape.ranks, shape.choices, shape.most_slots)
-
-
-def new_gradient(weight: Tensor) -> Tensor:
-    """Allocate a weight's gradient: with a caching allocator mostly in the place of the last step's."""
-    return torch.empty_like(weight)
 
 
 def on_gpu(x_TD: Tensor) -> bool:
@@ -151,9 +75,8 @@ class Recorder:
     def __init__(self, dispatcher: KernelDispatcher) -> None:
         # With a strong reference a dropped layer would keep its heaps until Python collects cycles.
         self.dispatcher: KernelDispatcher = weakref.proxy(dispatcher)
-        self._patterns: dict[Any, Pattern] = {}
-        self._scratches: dict[Any, Scratch] = {}
-        self._records: dict[Any, Record] = {}
+        self.records = Records()
+        self.back = BackRecorder(dispatcher, self.records)
         self._served: torch.Size | None = None
         """The sizes of experts' weights for which the dispatcher launches the same kernels every time."""
         self._apart: str | None = None
@@ -161,9 +84,7 @@ class Recorder:
 
     def forget(self) -> None:
         """Drop all records: experts have moved, choices are counted from now on, or there are too many."""
-        self._patterns.clear()
-        self._scratches.clear()
-        self._records.clear()
+        self.records.forget()
         self._served = None
 
     def about_one_kernel(self, experts: object, schedule: str) -> str:
@@ -203,7 +124,7 @@ class Recorder:
         part = dispatcher.meet(x_TD, routing)
         kernels, roles = dispatcher.kernels_for(part), dispatcher.roles if fuses else None
         size = kernels.serial, *part[1:], keep, *what, dispatcher.transport.one_kernel, roles
-        pattern = self._patterns.get(size)
+        pattern = self.records.patterns.get(size)
         if pattern is None:
             memory = self._plan(dispatcher, kernels, part, weights, keep)
             if memory is None or sum(memory.nbytes) > MOST_BYTES:
@@ -212,7 +133,7 @@ class Recorder:
             in_one = small and not keep and why_apart(dispatcher, part.max_tokens, *what) is None
             about = dispatcher.key, routing.ids_TK.shape[1], what[0]
             pattern = Pattern(memory, size, *about, small, in_one, roles, mean_rows)
-            self._patterns[size] = pattern
+            self.records.patterns[size] = pattern
         if in_graph and not pattern.one_kernel:
             return self._by_steps(dispatcher, part, x_TD, routing, weights, added_TD, what[0])
         call = dispatcher, kernels, part, pattern
@@ -235,12 +156,12 @@ class Recorder:
         tokens: they, their ids and their weights. weights: the experts'. added_TD: what is added to the sums,
         or `None`. again: whether it may be from a record, which a graph does not capture."""
         (dispatcher, kernels, _, pattern), (x_TD, ids_TK, weights_TK) = call, tokens
-        pieces = [new_piece(nbytes, x_TD.device) for nbytes in pattern.memory.nbytes]
+        pieces = [recorded_memory.new_piece(nbytes, x_TD.device) for nbytes in pattern.memory.nbytes]
         y_TD = torch.empty_like(x_TD)
         buffer = 0 if pattern.small else kernels.next_buffer("pull", peek=True)
         at = [tensor.data_ptr() for tensor in (*pieces, *weights)]
         key = pattern.size, x_TD.shape[0], buffer, added_TD is not None, *at
-        record = self._records.get(key) if again else None
+        record = self.records.launches.get(key) if again else None
         if record is None:
             self._launch_recording(key, call, pieces, tokens, weights, added_TD, y_TD)
         else:
@@ -300,10 +221,10 @@ class Recorder:
             return None
         if part.is_small:
             few = min(shape.max_tokens, lay.SMALL_TOKENS)
-            return memory_of(_sizes(shape), few, shape.row_capacity, room, (slots, width, inner), keep=keep)
+            return memory_of(sizes_of(shape), few, shape.row_capacity, room, (slots, width, inner), keep=keep)
         if not beside and kernels.place_of_routing(width * DTYPE.itemsize, dispatcher.sms.dispatch) is None:
             return None
-        sizes = _sizes(shape), shape.max_tokens, room, room, (slots, width, inner)
+        sizes = sizes_of(shape), shape.max_tokens, room, room, (slots, width, inner)
         return memory_of(*sizes, keep=keep, beside=beside)
 
     @staticmethod
@@ -354,7 +275,7 @@ class Recorder:
     ) -> None:
         """Launch the kernels of a call in the usual way, and keep the record."""
         dispatcher, kernels, _, pattern = call
-        places = Places.of(pattern.memory, pieces, _sizes(kernels.shape))
+        places = Places.of(pattern.memory, pieces, sizes_of(kernels.shape))
         with recording() as tape:
             if pattern.moves_beside:
                 what = tokens, weights, places, y_TD, added_TD, pattern.mean_rows
@@ -371,7 +292,7 @@ class Recorder:
         first, *between, last = tape
         kinds = ("small",) if pattern.small else ("pull", "route")
         ends = BLANKS[lay.Reduce] if added_TD is None else BLANKS_ADDED
-        self._keep(key, first.again(BLANKS[type(first.args[1])]), kinds, between, last.again(ends))
+        self.records.keep(key, first.again(BLANKS[type(first.args[1])]), kinds, between, last.again(ends))
 
     def _launch_rows(
         self,
@@ -435,110 +356,6 @@ class Recorder:
             return 0
         return run_few(kernels, small, [weights], (places.act_RF[None], places.out_RD[None]))
 
-    def _keep(
-        self, key: Any, first: Any, kinds: tuple[str, ...], between: Sequence[Any], last: Any | None
-    ) -> None:
-        if len(self._records) >= MOST_RECORDS:
-            self.forget()
-        self._records[key] = Record(first=first, kinds=kinds, between=repeatable(between), last=last)
-
-    def launch_back(
-        self,
-        pattern: Pattern,
-        saved: Sequence[Tensor],
-        d_y_TD: Tensor,
-        needs: tuple[bool, bool, bool, bool],
-    ) -> list[Tensor | None] | None:
-        """Launch the kernels of a backward: gradients of tokens, of their choices' weights, of gate_up and of
-        down, each `None` if not needed. `None` in place of all if the caller is to take the steps. saved: the
-        piece of memory that the forward kept, and both weights."""
-        (memory, size, _, choices, *_), (piece, *weights) = pattern, saved
-        dispatcher = self.dispatcher
-        if dispatcher.observer.enabled or dispatcher.transport.capturing:
-            return None
-        if pattern.roles is not None and not all(needs[2:]):
-            return None
-        scratch = self._scratches.get(size)
-        if scratch is None:
-            scratch = self._plan_back(pattern, saved)
-            if scratch is None:
-                return None
-            self._scratches[size] = scratch
-        kernels, d_y_TD = dispatcher.kernels_of(memory.tokens), d_y_TD.contiguous()
-        tokens, between = d_y_TD.shape[0], new_piece(scratch.nbytes, piece.device)
-        home = needs[0] or needs[1] or pattern.roles is not None  # as all who fuse send it
-        d_x_TD = torch.empty_like(d_y_TD) if home else None
-        d_weights_TK = d_y_TD.new_empty(tokens, choices, dtype=torch.float32) if home else None
-        gradients = [new_gradient(w) if need else None for w, need in zip(weights, needs[2:], strict=True)]
-        at = [0 if t is None else t.data_ptr() for t in (piece, between, *weights, *gradients)]
-        key = size, kernels.serial, needs, tokens, kernels.next_buffer("pull", peek=True), *at
-        record, results = self._records.get(key), (d_x_TD, d_weights_TK)
-        if record is None:
-            what = d_y_TD, results, gradients
-            places = Between.of(scratch, between)
-            self._launch_back_recording(key, kernels, pattern, saved, places, *what)
-        else:
-            kernels.launch_again(record.first, record.kinds, d_y_TD.data_ptr())
-            launch_all(record.between)
-            check_products(d_y_TD.get_device())
-            if d_x_TD is not None and d_weights_TK is not None:
-                kernels.launch_again(record.last, ("combine",), d_x_TD.data_ptr(), d_weights_TK.data_ptr())
-        return [d_x_TD if needs[0] else None, d_weights_TK if needs[1] else None, *gradients]
-
-    def _plan_back(self, pattern: Pattern, saved: Sequence[Tensor]) -> Scratch | None:
-        """The memory of a backward. `None` if rows cross in fp8, if products are the portable ones, which no
-        tape records, if it is too much, or if weights' gradients are to come last and cannot."""
-        wire, down_eDF, home = self.dispatcher.wire, saved[-1], pattern.roles is not None
-        coded = is_coded(wire.combine_backward) or is_coded(wire.dispatch_backward)
-        if coded or is_portable(down_eDF.get_device()):
-            return None
-        if home and fused_call.why_not_last(_saved_of(pattern, saved)[0]) is not None:
-            return None
-        scratch = scratch_of(pattern.memory, down_eDF, home=home)
-        return scratch if scratch.nbytes <= MOST_BYTES else None
-
-    def _launch_back_recording(
-        self,
-        key: Any,
-        kernels: NvlinkExchange,
-        pattern: Pattern,
-        saved_tensors: Sequence[Tensor],
-        between: Between,
-        d_y_TD: Tensor,
-        home: tuple[Tensor | None, Tensor | None],
-        gradients: Sequence[Tensor | None],
-    ) -> None:
-        """Launch the kernels of a backward in the usual way, and keep the record."""
-        dispatcher, roles, (d_x_TD, d_weights_TK) = self.dispatcher, pattern.roles, home
-        saved, words = _saved_of(pattern, saved_tensors)
-        routed = Routed.of_words(words, _sizes(kernels.shape))
-        with recording() as tape:
-            if roles is not None:
-                if not (pattern.moves_beside and roles.dy != 0 and can_bring_gradient(saved.down_eDF)):
-                    between = between._replace(staged=None)
-                what: Any = saved, between, (*home, *gradients), pattern.mean_rows
-                fusing: Any = dispatcher.fusing(roles)
-                fused_call.launch_back(fusing, kernels, d_y_TD, routed, *what)
-            else:
-                to = Slots(*between[2:5], None if d_x_TD is None else between.d_rows_RD, *gradients)
-                kernels.pull(d_y_TD, routed, num_sms=dispatcher.sms.dispatch, out=between.d_out_RD)
-                run_gradients(between.d_out_RD, saved, to, pattern.mean_rows)
-                if d_x_TD is not None and d_weights_TK is not None:
-                    values: Sums = {"weighted": False, "values": (between.d_weights_R, d_weights_TK)}
-                    sms_home = dispatcher.sms_home.combine
-                    kernels.combine(between.d_rows_RD, routed, num_sms=sms_home, out=d_x_TD, **values)
-        first, *others = tape
-        last = None if d_x_TD is None else others.pop().again(BLANKS_BACK[lay.Reduce])
-        self._keep(key, first.again(BLANKS_BACK[type(first.args[1])]), ("pull",), others, last)
-
-
-def _saved_of(pattern: Pattern, saved_tensors: Sequence[Tensor]) -> tuple[Saved, Tensor]:
-    """The experts' part of what a forward keeps, and its routing. saved_tensors: the piece of memory that it
-    keeps, and both weights."""
-    piece, gate_up_eGD, down_eDF = saved_tensors
-    words, rows_RD, weights_R, plan, gate_up_RG = parts_of(pattern.memory, piece)
-    return Saved(rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG), words
-
 
 class _Whole(Node):
     """A recorded call as one node of autograd."""
@@ -564,36 +381,10 @@ class _Whole(Node):
         saved_tensors, as_operators = ctx.saved_tensors, traced(d_y_TD)
         if not (ctx.consumed or as_operators):
             dispatcher: Any = autograd.dispatcher_by(ctx.pattern.key)
-            results = dispatcher.recorder.launch_back(
+            results = dispatcher.recorder.back.launch(
                 ctx.pattern, saved_tensors, d_y_TD, ctx.needs_input_grad[:4]
             )
             if results is not None:
                 ctx.consumed = True
                 return *results, d_added_TD, None
-        return *_backward_by_steps(ctx, d_y_TD, saved_tensors, as_operators), d_added_TD, None
-
-
-def _backward_by_steps(
-    ctx: Any, d_y_TD: Tensor, saved_tensors: Sequence[Tensor], as_operators: bool
-) -> tuple[Tensor | None, ...]:
-    """Gradients of tokens, of their choices' weights, of gate_up and of down, each `None` if not needed.
-    saved_tensors: the piece of memory that the forward kept, and both weights."""
-    pattern, (saved, words) = ctx.pattern, _saved_of(ctx.pattern, saved_tensors)
-    if pattern.roles is not None and not as_operators:
-        fusing, weights = autograd.dispatcher_by(pattern.key).fusing(pattern.roles), saved_tensors[1:]
-        tensors = [saved.rows_RD, saved.weights_R, saved.gate_up_RG, saved.plan, words]
-        return fused_call.steps_back(ctx, fusing, d_y_TD, tensors, weights, pattern.choices)
-    if ctx.consumed:  # by a backward that retained the graph: computed again, the same bits
-        saved = saved._replace(gate_up_RG=saved.gate_up_RG[:0])
-    ctx.consumed = ctx.consumed or not as_operators
-    x, choices, gate_up, down, *_ = ctx.needs_input_grad
-    run: Any = autograd.combine_backward_op if as_operators else autograd.run_combine_backward
-    d_out_RD, _ = run(d_y_TD, None, saved.weights_R, [words], pattern.key)
-    results = ffn_backward(d_out_RD, saved, (x or choices, gate_up, down), as_operators=as_operators)
-    d_rows_RD, d_gate_up, d_down, d_weights_R = results
-    d_gate_up, d_down = d_gate_up if gate_up else None, d_down if down else None
-    if not (x or choices):
-        return None, None, d_gate_up, d_down
-    run = autograd.dispatch_backward_op if as_operators else autograd.run_dispatch_backward
-    d_x_TD, d_weights_TK = run(d_rows_RD, d_weights_R, [words], d_y_TD.shape[0], pattern.choices, pattern.key)
-    return d_x_TD if x else None, d_weights_TK if choices else None, d_gate_up, d_down
+        return *back_by_steps(ctx, d_y_TD, saved_tensors, as_operators), d_added_TD, None

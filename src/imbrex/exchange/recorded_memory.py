@@ -126,6 +126,11 @@ def new_piece(nbytes: int, device: torch.device) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
+def new_gradient(weight: Tensor) -> Tensor:
+    """Allocate a weight's gradient: with a caching allocator mostly in the place of the last step's."""
+    return torch.empty_like(weight)
+
+
 def can_be_added(added_TD: Tensor, x_TD: Tensor) -> bool:
     """Whether the kernel that sums can add `added_TD` as it is."""
     return (
