@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 import imbrex
 from imbrex.contracts import Dispatched, Roles, RowForm
 from imbrex.exchange import fused_call, recorded
-from imbrex.experts.experts import Experts
 from imbrex.kernels.ffn import slopes
 from imbrex.kernels.ffn.ffn import ffn
 from imbrex.kernels.fused.rows_out import rows_out_once
@@ -25,19 +24,16 @@ from imbrex.overlap import Fused, Serial
 from imbrex.placement import from_slots
 from tests.emulated import kernel
 from tests.ranks.pool import Pool, Ranks
-from tests.ranks.test_recorded import EXPERTS, INNER, WIDTH, Layer, a_layer, gradients, inputs_of
+from tests.ranks.test_recorded import EXPERTS, WIDTH, Layer, a_layer, gradients, inputs_of
+from tests.ranks.test_recorded import Own as Serving
 
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
 
 
-class Own(Experts):
-    """imbrex's experts by their kernels, on CPUs."""
+class Own(Serving):
+    """imbrex's experts, which bring rows as well."""
 
     has_own_forward = False  # type: ignore[assignment]
-
-    def __init__(self, slots: tuple[int, ...]) -> None:
-        super().__init__(slots, WIDTH, INNER, seed=3, dtype=torch.bfloat16)
-        self.implementation, self.applies_weights = "kernels", True
 
     def forward(self, dispatched: Dispatched) -> Tensor:
         beside: Any = dispatched.beside

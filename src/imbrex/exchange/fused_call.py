@@ -28,17 +28,17 @@ from imbrex.kernels.ffn.ffn import (
     LeftGradient,
     Over,
     Saved,
+    Slots,
     can_bring_gradient,
     ffn_gradients,
     run_ffn,
     run_first,
+    run_gradients,
 )
 from imbrex.kernels.ffn.glue import Groups
-from imbrex.kernels.ffn.products import queue_product
-from imbrex.kernels.ffn.slopes import run_slopes
 from imbrex.kernels.fused.home import home_beside_gradients, why_not_home
 from imbrex.kernels.fused.rows_out import rows_out
-from imbrex.kernels.gemm.gemm import ALONE, Layout, Slopes
+from imbrex.kernels.gemm.gemm import ALONE
 from imbrex.kernels.routing.routed import Routed
 from imbrex.kernels.rows.weights import run_spread
 from imbrex.runtime.deferred import Deferral
@@ -212,7 +212,7 @@ def launch_back(
 ) -> None:
     """Queue the kernels of a backward that needs all gradients, and for which `why_not_last` says nothing.
     results: memory for what `run_backward` returns."""
-    (d_x_TD, d_weights_TK, d_gate_up, d_down), gate_up_RG = results, saved.gate_up_RG
+    d_x_TD, d_weights_TK, d_gate_up, d_down = results
     d_out_RD, d_rows_RD, act_RF, parts_PR, d_weights_R, memory = between
     product = ALONE
     if memory is not None:
@@ -220,11 +220,9 @@ def launch_back(
         product = rows_out(replace(staged, movers=dispatcher.roles.rows))
     else:
         kernels.pull(d_y_TD, routed, num_sms=dispatcher.sms.dispatch, out=d_out_RD)
+    to = Slots(act_RF, parts_PR, d_weights_R, d_rows_RD, None, None)
+    run_gradients(d_out_RD, saved, to, mean_rows, beside=product, keep=True)
     pair = pair_of(saved, d_out_RD, act_RF, (d_gate_up, d_down), mean_rows)
-    groups, what = pair[0].groups, {"gate_up": gate_up_RG, "d_gate_up": gate_up_RG, "d_weights": parts_PR}
-    operands = d_out_RD, saved.down_eDF, groups, Slopes(keep=True, **what)
-    run_slopes(*operands, saved.weights_R, act_RF, d_weights_R, product)
-    queue_product(Layout.DGRAD, gate_up_RG, saved.gate_up_eGD, groups, d_rows_RD)
     sums: Sums = {"values": (d_weights_R, d_weights_TK), "wire": "bf16"}
     first = {} if dispatcher.roles.sums is None else {"first_blocks": dispatcher.roles.sums}
     home_beside_gradients(kernels, d_rows_RD[None], routed, sums, d_x_TD, [pair], **first)

@@ -22,6 +22,7 @@ class KernelDispatcher(Dispatcher, Protocol):
     sms: Sms
     sms_home: Sms
     fuses: bool
+    promised: bool
 
     @property
     def choosing(self) -> Choosing: ...

@@ -120,8 +120,9 @@ class Recorder:
             if not can_be_added(added_TD, x_TD):
                 return None
             keep = keep or differentiated(added_TD)
-        dispatcher.promise = not fuses  # where kernels do both nobody asks
+        dispatcher.promise = True
         part = dispatcher.meet(x_TD, routing)
+        dispatcher.promised |= fuses  # where kernels do both nobody asks
         kernels, roles = dispatcher.kernels_for(part), dispatcher.roles if fuses else None
         size = kernels.serial, *part[1:], keep, *what, dispatcher.transport.one_kernel, roles
         pattern = self.records.patterns.get(size)
@@ -169,7 +170,7 @@ class Recorder:
             kernels.launch_again(record.first, record.kinds, *begins)
             launch_all(record.between)
             check_products(x_TD.get_device())
-            if not (dispatcher.promised or dispatcher.fuses):
+            if not dispatcher.promised:
                 self._agree_on_rows(dispatcher)
             ends = () if added_TD is None else (added_TD.data_ptr(),)
             kernels.launch_again(record.last, ("combine",), y_TD.data_ptr(), *ends)
@@ -229,8 +230,7 @@ class Recorder:
 
     @staticmethod
     def _agree_on_rows(dispatcher: KernelDispatcher) -> None:
-        agreed = dispatcher.promised or dispatcher.fuses
-        if not (agreed or dispatcher.transport.capturing):  # as the exchange does
+        if not (dispatcher.promised or dispatcher.transport.capturing):  # as the exchange does
             dispatcher.agree_on_rows(None, DTYPE)
 
     def _by_steps(
@@ -280,15 +280,16 @@ class Recorder:
             if pattern.moves_beside:
                 what = tokens, weights, places, y_TD, added_TD, pattern.mean_rows
                 fused_call.launch_forward(dispatcher, kernels, *what)
-                launches = len(tape) - 1
+                noted = True
             else:
                 sums: Sums = {"weighted": False, "addend": added_TD}
                 launches = self._launch_rows(call, places, tokens, weights, sums)
                 self._agree_on_rows(dispatcher)
                 home = {"num_sms": dispatcher.sms.combine, "out": y_TD}
                 kernels.combine(places.out_RD, places.routed, **home, **sums)
-        if len(tape) != launches + 1 or dispatcher.transport.capturing:
-            return  # no tape records the portable products, and a graph's memory is its own
+                noted = len(tape) == launches + 1  # no tape records the portable products
+        if not noted or dispatcher.transport.capturing:
+            return  # a graph's memory is its own
         first, *between, last = tape
         kinds = ("small",) if pattern.small else ("pull", "route")
         ends = BLANKS[lay.Reduce] if added_TD is None else BLANKS_ADDED
@@ -305,27 +306,21 @@ class Recorder:
         """Launch a dispatch and the experts of its rows: how many launches these are. sums: options of the
         combine behind, to which those that follow are added."""
         dispatcher, kernels, _, pattern = call
-        sms, choosing, small, one_kernel = (
-            dispatcher.sms,
-            dispatcher.choosing,
-            pattern.small,
-            pattern.one_kernel,
-        )
+        sms, choosing, small = dispatcher.sms, dispatcher.choosing, pattern.small
         routed, rows_RD, row_groups, gate_up_RG, act_RF, out_RD, *_ = places
         mean_rows = pattern.mean_rows
-        about: Any = {"one_launch": pattern.one_launch}
-        about |= {"expected": mean_rows if small else 0, "mean_rows": mean_rows}
-        plan = Groups(row_groups.plan, hits=row_groups.hits, **about)
+        about = {"expected": mean_rows if small else 0, "mean_rows": mean_rows}
+        plan = Groups(row_groups.plan, hits=row_groups.hits, one_launch=pattern.one_launch, **about)
         how = {"sizes": weights[1].shape[1:], "keep": gate_up_RG is not None, "elsewhere": False}
         why_two = both.why_not_both(plan, **how)
         in_one = why_two is None
-        if one_kernel:
+        if pattern.one_kernel:
             self._apart = why_two
         if not small:
             load = dispatcher.transport.load
             kernels.dispatch_expert(*tokens, sms.dispatch, out=rows_RD, routed=routed, **choosing)
             run_spread(routed, len(rows_RD), len(weights[1]), row_groups, load=load)
-        elif one_kernel and in_one and (behind := self._launch_few(call, places, tokens, weights)):
+        elif pattern.one_kernel and in_one and (behind := self._launch_few(call, places, tokens, weights)):
             sums["behind"] = behind
             return 1
         else:

@@ -455,14 +455,17 @@ class Slots(NamedTuple):
     d_down_eDF: Tensor | None
 
 
-def run_gradients(d_y_RD: Tensor, saved: Saved, to: Slots, mean_rows: int = 0) -> None:
+def run_gradients(
+    d_y_RD: Tensor, saved: Saved, to: Slots, mean_rows: int = 0, *, beside: Beside = ALONE, keep: bool = False
+) -> None:
     """Queue what `ffn_gradients` does with rows and weights of rows, into memory of the caller's. The
-    gradient of gate and up is written over them."""
+    gradient of gate and up is written over them. beside: the kernel of the product of `d_y_RD`. keep: act is
+    wanted, also where the gradient of down is not."""
     groups, gate_up_RG = Groups(saved.plan, mean_rows=mean_rows), saved.gate_up_RG
-    keep = to.d_down_eDF is not None
+    keep = keep or to.d_down_eDF is not None
     slopes = Slopes(gate_up=gate_up_RG, d_gate_up=gate_up_RG, keep=keep, d_weights=to.parts_PR)
     operands = d_y_RD, saved.down_eDF, groups, slopes
-    run_slopes(*operands, saved.weights_R, to.act_RF, to.d_weights_R)
+    run_slopes(*operands, saved.weights_R, to.act_RF, to.d_weights_R, beside)
     if to.d_down_eDF is not None:
         queue_product(Layout.WGRAD, d_y_RD, to.act_RF, groups, to.d_down_eDF)
     if to.d_gate_up_eGD is not None:
