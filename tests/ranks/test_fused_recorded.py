@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import imbrex
 from imbrex.contracts import Dispatched, Roles, RowForm
 from imbrex.exchange import fused_call, recorded
+from imbrex.kernels.exchange.exchange import NvlinkExchange
+from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.kernels.ffn import slopes
 from imbrex.kernels.ffn.ffn import ffn
 from imbrex.kernels.fused.rows_out import rows_out_once
@@ -280,3 +282,52 @@ def run_left(ranks: Ranks) -> bool:
 
 def test_a_record_holds_no_exchange(pool: Pool) -> None:
     assert pool.run(2, run_left) == [True, True]
+
+
+class LeftError(Exception):
+    """A rank makes no more launches."""
+
+
+def run_left_alone(ranks: Ranks, serial: bool, last: int) -> tuple[bool, str]:
+    """Of a rank whose peer leaves a step from a record before its launch `last`, whether what it got is NaN,
+    y or the gradient of x, and what it is told, by the next launch or by `check`. Two launches are a
+    forward's, two a backward's."""
+    launches, launch = [0], NvlinkExchange.launch_again
+    results: list[Tensor] = []
+
+    def leave(kernels: NvlinkExchange, *what: Any) -> None:
+        launches[0] += 1
+        if launches[0] == last and ranks.rank == 1:
+            raise LeftError
+        launch(kernels, *what)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IMBREX_TIMEOUT_S", "2")
+        with a_fused_layer(ranks) as layer:
+            layer.strategy = Serial() if serial else layer.strategy
+            inputs = inputs_of(ranks.rank, 0, 8)
+            for _ in range(2):
+                gradients(layer, inputs, "all", steps=False)
+            layer.patch.setattr(NvlinkExchange, "launch_again", leave)
+            x_TD, weights_TK = (t.clone().requires_grad_() for t in (inputs[0], inputs[1].weights_TK))
+            routing = imbrex.Routing(ids_TK=inputs[1].ids_TK, weights_TK=weights_TK)
+            try:
+                y_TD = layer(x_TD, routing, steps=False, keep=True)
+                if last > 2:
+                    wanted = x_TD, weights_TK, layer.experts.gate_up_proj, layer.experts.down_proj
+                    results.append(torch.autograd.grad(y_TD.float().square().sum(), wanted)[0])
+                else:
+                    results.append(y_TD)
+                layer.exchange.check()
+            except ExchangeError as error:
+                return all(bool(result.isnan().all()) for result in results), str(error)
+            except LeftError:
+                return True, ""
+    return False, f"{launches[0]} launches, and no failure was told"
+
+
+@pytest.mark.parametrize(("serial", "last"), [(False, 1), (False, 2), (False, 4), (True, 4)])
+def test_a_rank_lost_in_a_step_from_a_record_leaves_no_numbers(pool: Pool, serial: bool, last: int) -> None:
+    (no_numbers, said), _ = pool.run(2, run_left_alone, serial, last)
+    assert no_numbers, said
+    assert "timed out, waiting for" in said
