@@ -292,15 +292,7 @@ def run_left_alone(ranks: Ranks, serial: bool, last: int) -> tuple[bool, str]:
     """Of a rank whose peer leaves a step from a record before its launch `last`, whether what it got is NaN,
     y or the gradient of x, and what it is told, by the next launch or by `check`. Two launches are a
     forward's, two a backward's."""
-    launches, launch = [0], NvlinkExchange.launch_again
     results: list[Tensor] = []
-
-    def leave(kernels: NvlinkExchange, *what: Any) -> None:
-        launches[0] += 1
-        if launches[0] == last and ranks.rank == 1:
-            raise LeftError
-        launch(kernels, *what)
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("IMBREX_TIMEOUT_S", "2")
         with a_fused_layer(ranks) as layer:
@@ -308,6 +300,13 @@ def run_left_alone(ranks: Ranks, serial: bool, last: int) -> tuple[bool, str]:
             inputs = inputs_of(ranks.rank, 0, 8)
             for _ in range(2):
                 gradients(layer, inputs, "all", steps=False)
+            begun, launch = layer.again, NvlinkExchange.launch_again
+
+            def leave(kernels: NvlinkExchange, *what: Any) -> None:
+                if layer.again - begun == last - 1 and ranks.rank == 1:
+                    raise LeftError
+                launch(kernels, *what)
+
             layer.patch.setattr(NvlinkExchange, "launch_again", leave)
             x_TD, weights_TK = (t.clone().requires_grad_() for t in (inputs[0], inputs[1].weights_TK))
             routing = imbrex.Routing(ids_TK=inputs[1].ids_TK, weights_TK=weights_TK)
@@ -323,7 +322,7 @@ def run_left_alone(ranks: Ranks, serial: bool, last: int) -> tuple[bool, str]:
                 return all(bool(result.isnan().all()) for result in results), str(error)
             except LeftError:
                 return True, ""
-    return False, f"{launches[0]} launches, and no failure was told"
+            return False, f"{layer.again - begun} launches, and no failure was told"
 
 
 @pytest.mark.parametrize(("serial", "last"), [(False, 1), (False, 2), (False, 4), (True, 4)])
